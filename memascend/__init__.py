@@ -15,9 +15,9 @@ Around any loop, with DeepSpeed or without, activations go to the SSD::
 And a plain PyTorch loop trains a model whose weights, gradients and optimizer states live on an SSD::
 
     from memascend import EngineOptions, offload_activations, streaming
-    with streaming("/mnt/nvme/run") as home:
-        model = home.hook(model)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-5)
+    with streaming("/mnt/nvme/run") as session:
+        model = session.hook(model)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-5)
 
 Nothing is imported or patched before the call; `streaming` and the other names of a loop are imported when they are
 first asked for.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from memascend.activation.cache import ActivationCache
     from memascend.engine.blocks import NotStreamable
-    from memascend.engine.home import TornStates
     from memascend.engine.options import EngineOptions
+    from memascend.engine.state_store import TornStates
     from memascend.engine.streaming import streaming
     from memascend.integrations.deepspeed.hooks import Enabled
     from memascend.storage.errors import StorageError
@@ -58,7 +58,7 @@ _WHERE = {
     "EngineOptions": ".engine.options",
     "NotStreamable": ".engine.blocks",
     "StorageError": ".storage.errors",
-    "TornStates": ".engine.home",
+    "TornStates": ".engine.state_store",
     "streaming": ".engine.streaming",
 }
 

@@ -194,13 +194,13 @@ class _Way:
             self.model.to(self.device)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **settings)
             return
-        home = streaming(options.folder / way)
-        ends.callback(home.remove)
-        home.hook(self.model, device=self.device)
+        session = streaming(options.folder / way)
+        ends.callback(session.remove)
+        session.hook(self.model, device=self.device)
         share = _SHARE.fullmatch(way)
         chosen = EngineOptions(measure=measure, **({"swap": f"{share[1]}%"} if share else _STREAMED[way]))
-        self.optimizer = home.optimizer(torch.optim.AdamW, options=chosen, **settings)
-        self.engine = home.engine
+        self.optimizer = session.optimizer(torch.optim.AdamW, options=chosen, **settings)
+        self.engine = session.engine
 
     def batch(self, generator: torch.Generator, context: int, sequences: int = 1) -> dict[str, torch.Tensor]:
         """What one step is given: `sequences` of `context` tokens, or `context` images."""

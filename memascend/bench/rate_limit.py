@@ -299,10 +299,10 @@ class _RateLimited:
 @contextmanager
 def rate_limited(rate: float) -> Iterator[RateLimiter]:
     """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
-    from memascend.engine import beside, home
+    from memascend.engine import beside, state_store
 
     server = RateLimiter(rate)
-    modules = (home, beside)
+    modules = (state_store, beside)
     for module in modules:
         module.DirectTier = _RateLimited(server)
     try:

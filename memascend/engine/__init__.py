@@ -15,7 +15,7 @@ Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other
     stream.copied("block.0", event)                     # the slot may be taken once the event has passed
     stream.release("block.1")                           # or: the slot goes back
 
-- `runtime`: `StreamingEngine`; `options`: what may be chosen of it. `layout` says how a model lies on the tier, `home`
+- `runtime`: `StreamingEngine`; `options`: what may be chosen of it. `layout` says how a model lies on the tier, `store`
   keeps it there in two versions, or `one_version` in one, `beside` has what else lies there, `spilled` a model's values
   before that, `blocks` brings weights in and recomputes, `matrices` does so for a large embedding or head by slices,
   `updates` takes gradients into the states (LoHan IV-C), `swap` decides which activations are swapped (IV-D), `profile`

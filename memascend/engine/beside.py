@@ -8,11 +8,11 @@ import threading
 from collections.abc import Sequence
 
 from memascend.engine.buffers import EngineBuffers
-from memascend.engine.home import StateHome
 from memascend.engine.layout import Layout
 from memascend.engine.matrices import partial_key
-from memascend.engine.one_version import GradientsAtHome
+from memascend.engine.one_version import GradientsInStore
 from memascend.engine.protocols import Storage
+from memascend.engine.state_store import StateStore
 from memascend.engine.updates import gradient_key, gradient_numel
 from memascend.engine.weights import WeightStream
 from memascend.storage.direct_engine import DirectEngineConfig
@@ -22,19 +22,19 @@ WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the sl
 
 
 class TiersBeside:
-    """Files in the home's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
+    """Files in the store's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
 
     `redoes`: gradients lie with the states, since a step can be done again from them. Also books the bounce buffers of
-    all these engines, the home's among them, which are not the allocator's.
+    all these engines, the store's among them, which are not the allocator's.
     """
 
-    def __init__(self, home: StateHome, layout: Layout, buffers: EngineBuffers, *, redoes: bool) -> None:
-        self._home, self._layout, self._buffers, self._redoes = home, layout, buffers, redoes
+    def __init__(self, store: StateStore, layout: Layout, buffers: EngineBuffers, *, redoes: bool) -> None:
+        self._store, self._layout, self._buffers, self._redoes = store, layout, buffers, redoes
         self._scratch: DirectTier | None = None
         self.gradients: WeightStream | None = None  # once there is one
         self._making = threading.RLock()  # gradients may wait in the scratch tier
         self._booked: list[int] = []
-        self._of_home = self._book(home.bounce_buffers)
+        self._of_store = self._book(store.bounce_buffers)
 
     def scratch(self) -> DirectTier:
         with self._making:
@@ -64,12 +64,12 @@ class TiersBeside:
         moved = self._scratch.transferred if self._scratch is not None else None
         return (moved.bytes_read, moved.bytes_written) if moved is not None else (0, 0)
 
-    def home_was_opened_again(self) -> None:
+    def store_was_reopened(self) -> None:
         """It has other bounce buffers now."""
-        for entry in self._of_home:
+        for entry in self._of_store:
             self._booked.remove(entry)
             self._buffers.allocator.ledger.close(entry)
-        self._of_home = self._book(self._home.bounce_buffers)
+        self._of_store = self._book(self._store.bounce_buffers)
 
     def close(self) -> None:
         """The end: the buffers' memory goes with whoever else holds it. Idempotent."""
@@ -82,15 +82,15 @@ class TiersBeside:
             vars(self).pop(name, None)
 
     def _in_file(self, what: str) -> DirectTier:
-        config = DirectEngineConfig(control_folder=os.fspath(self._home.folder))
-        tier = DirectTier.in_file(self._home.folder, what, config)
+        config = DirectEngineConfig(control_folder=os.fspath(self._store.folder))
+        tier = DirectTier.in_file(self._store.folder, what, config)
         self._book(tier.engine.bounce_buffers)
         return tier
 
     def _gradient_storage(self) -> Storage:
         if not self._redoes:
             return self.scratch()
-        return GradientsAtHome(self._home, self.scratch, {gradient_key(piece) for piece in self._layout.pieces})
+        return GradientsInStore(self._store, self.scratch, {gradient_key(piece) for piece in self._layout.pieces})
 
     def _book(self, buffers: Sequence[tuple[int, int]]) -> list[int]:
         ledger = self._buffers.allocator.ledger

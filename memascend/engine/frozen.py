@@ -10,16 +10,16 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from memascend.engine.home import StateHome
 from memascend.engine.layout import Layout
+from memascend.engine.state_store import StateStore
 from memascend.storage.completion import Completion, Promise, all_of
 
 
 class FrozenApart:
-    """Storage of units' weights in a home. Thread-safe, as that is."""
+    """Storage of units' weights in a store. Thread-safe, as that is."""
 
-    def __init__(self, home: StateHome, layout: Layout) -> None:
-        self._home = home
+    def __init__(self, store: StateStore, layout: Layout) -> None:
+        self._store = store
         self._trained = {  # elements of each unit that has frozen ones behind them
             unit.key: layout.step_numel(unit)
             for unit in layout.units
@@ -28,23 +28,23 @@ class FrozenApart:
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
         if key not in self._trained:
-            return self._home.read(key, tensor, priority=priority)
+            return self._store.read(key, tensor, priority=priority)
         numel = self._trained[key]
         return _both(
-            lambda: self._home.read(key, tensor[:numel], priority=priority),
-            lambda: self._home.read(frozen_key(key), tensor[numel:], priority=priority),
+            lambda: self._store.read(key, tensor[:numel], priority=priority),
+            lambda: self._store.read(frozen_key(key), tensor[numel:], priority=priority),
         )
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
         """Frozen elements with the first write alone: nothing changes them."""
         if key not in self._trained:
-            return self._home.write(key, tensor, priority=priority)
+            return self._store.write(key, tensor, priority=priority)
         numel, frozen = self._trained[key], frozen_key(key)
-        if frozen in self._home:
-            return self._home.write(key, tensor[:numel], priority=priority)
+        if frozen in self._store:
+            return self._store.write(key, tensor[:numel], priority=priority)
         return _both(
-            lambda: self._home.write(key, tensor[:numel], priority=priority),
-            lambda: self._home.write(frozen, tensor[numel:], priority=priority),
+            lambda: self._store.write(key, tensor[:numel], priority=priority),
+            lambda: self._store.write(frozen, tensor[numel:], priority=priority),
         )
 
 

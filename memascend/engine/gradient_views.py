@@ -181,7 +181,7 @@ class _OfAStreamedModel:
         return NotStreamable(
             f"{what} of {getattr(self, _SOURCE, (None, 'a parameter'))[1]} outside of its module's forward pass: its "
             "values are on the SSD then: take them from state_dict(), the model's or the module's, or from "
-            "home.engine.read_weights()"
+            "session.engine.read_weights()"
         )
 
     def __deepcopy__(self, _: Any) -> Any:
@@ -194,8 +194,8 @@ class _OfAStreamedModel:
 def no_scaler() -> NotStreamable:
     return NotStreamable(
         "a GradScaler cannot scale a streamed model's gradients: leave it out, and for weights of float16 let the "
-        "engine take the scale out (home.engine.scale = 1024.0, then (1024.0 * loss).backward()); it leaves out a step "
-        "whose gradients are infinite or NaN (optimizer.norm is None then)"
+        "engine take the scale out (session.engine.scale = 1024.0, then (1024.0 * loss).backward()); it leaves out a "
+        "step whose gradients are infinite or NaN (optimizer.norm is None then)"
     )
 
 

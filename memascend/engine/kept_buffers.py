@@ -14,35 +14,35 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memascend.engine.home import StateHome, in_chunks
+from memascend.engine.state_store import StateStore, in_chunks
 
 log = logging.getLogger("memascend")
 _ROOM_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors
 
 
 class KeptBuffers:
-    """Of one model in one home. Not thread-safe."""
+    """Of one model in one store. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, home: StateHome) -> None:
-        self._model, self._home = model, home
+    def __init__(self, model: nn.Module, store: StateStore) -> None:
+        self._model, self._store = model, store
         self._room = 0  # bytes of one version
-        self._digest: bytes | None = None  # of what the home has
+        self._digest: bytes | None = None  # of what the store has
 
     def begin(self) -> None:
-        """In a new home: what they are now goes there with the first commit."""
+        """In a new store: what they are now goes there with the first commit."""
         self._room = room_bytes(self._model)
         self.write_changed()
 
     def restore(self) -> None:
         """They become what they were with the last completed step."""
-        raw = self._home.kept_buffers()
+        raw = self._store.kept_buffers()
         here = {name: buffer for _, name, buffer in persistent_buffers(self._model)}
         if raw is None:
             if here:
                 log.warning(
                     "memascend: %s holds no buffers (an earlier version created it): %d buffers of the model, such as "
                     "%s, have their initial values; load them yourself",
-                    self._home.folder,
+                    self._store.folder,
                     len(here),
                     next(iter(here)),
                 )
@@ -53,7 +53,7 @@ class KeptBuffers:
             log.warning(
                 "memascend: %d buffers are only in the model or only in %s, and stay as they are: %s",
                 len(others),
-                self._home.folder,
+                self._store.folder,
                 ", ".join(others[:3]),
             )
         for owner, name, buffer in list(persistent_buffers(self._model)):
@@ -66,7 +66,7 @@ class KeptBuffers:
         self._digest = _digest(self._model)
 
     def write_changed(self) -> None:
-        """To the home, with its next commit, where any has changed since the last one."""
+        """To the store, with its next commit, where any has changed since the last one."""
         if not self._room or (digest := _digest(self._model)) == self._digest:
             return
         out = io.BytesIO()
@@ -78,10 +78,10 @@ class KeptBuffers:
                 out.tell(),
                 self._room,
             )
-            self._home.write_buffers(None)
+            self._store.write_buffers(None)
             self._room = 0
             return
-        self._home.write_buffers(out.getbuffer())
+        self._store.write_buffers(out.getbuffer())
         self._digest = digest
 
     def forget_written(self) -> None:
@@ -90,7 +90,7 @@ class KeptBuffers:
 
 
 def room_bytes(model: nn.Module) -> int:
-    """Of one version in a home; none where a model has no persistent buffer."""
+    """Of one version in a store; none where a model has no persistent buffer."""
     sizes = [buffer.nbytes for _, _, buffer in persistent_buffers(model)]
     return in_chunks(sum(sizes) + 1024 * len(sizes) + _ROOM_TO_GROW) if sizes else 0
 

@@ -155,7 +155,7 @@ class Layout:
     weights: torch.dtype
     states: torch.dtype
     order: tuple[str, ...] = field(default=())  # trained parameters in the model's order
-    splits: bool = True  # False: as homes of earlier versions are, where a unit's weights are always one tensor
+    splits: bool = True  # False: as stores of earlier versions are, where a unit's weights are always one tensor
 
     @property
     def own_masters(self) -> bool:
@@ -263,7 +263,7 @@ def make_layout(
 ) -> Layout:
     """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most,
     in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`).
-    `aligned`: False as homes of earlier versions are, where parts follow one another without gaps. Raises ValueError
+    `aligned`: False as stores of earlier versions are, where parts follow one another without gaps. Raises ValueError
     where two units or pieces would have one key."""
     units = list(units)
     first, place = {}, 0

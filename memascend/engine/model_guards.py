@@ -201,8 +201,8 @@ def require_not_streamed(model: nn.Module) -> None:
     engine = next((engine for p in model.parameters() if (engine := source_of(p)) is not None), None)
     if engine is not None:
         raise RuntimeError(
-            f"this model's weights are already in {engine.home.folder}: close that home first and open it again with "
-            "resume=True, or create a new model"
+            f"this model's weights are already in {engine.state_store.folder}: close that session first and open it "
+            "again with resume=True, or create a new model"
         )
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from memascend.engine.home import StateHome, in_chunks, store_bytes
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
+from memascend.engine.state_store import StateStore, in_chunks, store_bytes
 from memascend.engine.updates import AdamSettings, Updates, gradient_key
 from memascend.storage.freed_space import free_bytes
 
@@ -48,9 +48,9 @@ def versions_for(
     beside_two: int = 0,
     released: int = 0,
 ) -> Versions:
-    """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateHome.create` does that.
+    """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateStore.create` does that.
     `beside_two`: bytes of the files beside two versions, such as that of gradients, which lie with one version.
-    `released`: bytes of the disk that are given back as the home is filled."""
+    `released`: bytes of the disk that are given back as the store is filled."""
     two, one = (bytes_of(layout, count, gradients, slots, redo=redo) for count in (2, 1))
     if asked is not None:
         return Versions(asked, two if asked == 2 else one, "as asked for")
@@ -84,12 +84,12 @@ def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *,
     return {"beside": each, "slack": under_way}
 
 
-class GradientsAtHome:
+class GradientsInStore:
     """A storage for the stream of gradients: what an update can be done again from lies with the states, parts of sums
     on `scratch()`."""
 
-    def __init__(self, home: StateHome, scratch: Callable[[], Storage], keys: set[str]) -> None:
-        self._home, self._scratch, self._keys = home, scratch, keys
+    def __init__(self, store: StateStore, scratch: Callable[[], Storage], keys: set[str]) -> None:
+        self._store, self._scratch, self._keys = store, scratch, keys
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
         return self._place(key).read(key, tensor, priority=priority)
@@ -98,7 +98,7 @@ class GradientsAtHome:
         return self._place(key).write(key, tensor, priority=priority)
 
     def _place(self, key: Hashable) -> Storage:
-        return self._home if key in self._keys else self._scratch()
+        return self._store if key in self._keys else self._scratch()
 
 
 class Redo:

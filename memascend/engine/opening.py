@@ -1,4 +1,4 @@
-"""A new home for a model, with as many versions of its states as the disk has room for; or one of an earlier run."""
+"""A new store for a model, with as many versions of its states as the disk has room for; or one of an earlier run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memascend.engine.home import NotThisModel, StateHome, owner_of, tensors_in
 from memascend.engine.layout import Layout
 from memascend.engine.mapped import collect_tensor_files
 from memascend.engine.one_version import beside, versions_for
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import NotThisModel, StateStore, owner_of, stored_tensors
 from memascend.engine.traffic import file_beside_bytes
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.scratch import collect_scratch_files
@@ -26,7 +26,7 @@ _ONE_VERSION = {
 }
 
 
-def new_home(
+def create_state_store(
     folder: str | os.PathLike[str],
     owner: str,
     layout: Layout,
@@ -36,9 +36,9 @@ def new_home(
     *,
     buffers: int = 0,
     released: int = 0,
-) -> tuple[StateHome, EngineOptions, str]:
-    """(the home, the options with the number of versions, why so many), with room for so many bytes of the model's
-    buffers. `released`: see `StateHome.create`. Raises StorageError, ValueError."""
+) -> tuple[StateStore, EngineOptions, str]:
+    """(the store, the options with the number of versions, why so many), with room for so many bytes of the model's
+    buffers. `released`: see `StateStore.create`. Raises StorageError, ValueError."""
     gradients, slots = options.gradients, options.state_slots
     asked = options.versions if options.redo else 1
     beside_two = file_beside_bytes(layout, replace(options, versions=2, redo=True))
@@ -48,9 +48,9 @@ def new_home(
     options = replace(options, versions=chosen.count)
     extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
     extra["slack"] = extra.get("slack", 0) + 2 * buffers
-    home = StateHome.create(
+    store = StateStore.create(
         folder,
-        owned_by(owner, layout),
+        owner_tag(owner, layout),
         layout.nbytes,
         versions=chosen.count,
         **extra,
@@ -62,42 +62,43 @@ def new_home(
         if getattr(options, kind):
             joined = ": " if kind == "redoes" else " "
             log.info("memascend: one version of the states (%s)%s%s", chosen.why, joined, what)
-    return home, options, chosen.why
+    return store, options, chosen.why
 
 
-def kept_home(
+def open_state_store(
     folder: str | os.PathLike[str],
     owner: str,
     layout: Layout,
     options: EngineOptions,
     config: DirectEngineConfig | None = None,
     faults: Any = None,
-) -> tuple[StateHome, EngineOptions, dict[str, Any]]:
-    """(the home, the options with its number of versions, its last completed step). Raises NotThisModel, TornStates."""
+) -> tuple[StateStore, EngineOptions, dict[str, Any]]:
+    """(the store, the options with its number of versions, its last completed step). Raises NotThisModel and
+    TornStates."""
     collect_scratch_files(folder, os.fspath(folder))
     try:
-        home = StateHome.open(folder, owned_by(owner, layout), config=config, faults=faults)
+        store = StateStore.open(folder, owner_tag(owner, layout), config=config, faults=faults)
     except NotThisModel as error:
         if owner_of(folder) is None:
             raise
         raise NotThisModel(
-            f"{folder} holds the states of another model: {_difference(tensors_in(folder), layout)}. Create the model "
-            "as it was when they were created (configuration and dtype, blocks=, what is trained, states=), or name "
-            "another folder for this one"
+            f"{folder} holds the states of another model: {_difference(stored_tensors(folder), layout)}. Create the "
+            "model as it was when they were created (configuration and dtype, blocks=, what is trained, states=), or "
+            "name another folder for this one"
         ) from error
     try:
-        kept = home.completed()
+        kept = store.completed()
         if kept is None:
             raise NotThisModel(f"{folder} holds no completed step: remove it and start again")
         collect_tensor_files(folder)
     except BaseException:
-        home.close()
+        store.close()
         raise
-    return home, replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True)), kept
+    return store, replace(options, versions=kept.get("versions", 2), redo=kept.get("redoes", True)), kept
 
 
 def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
-    """The first one between a home's tensors (dtype and bytes) and those of a layout."""
+    """The first one between a store's tensors (dtype and bytes) and those of a layout."""
     kinds = {unit.key: ("weights", layout.weights, layout.unit_numel(unit)) for unit in layout.units}
     kinds |= {piece.key: ("states", layout.stored_states, layout.states_numel(piece)) for piece in layout.pieces}
     for key in kinds.keys() & there.keys():
@@ -116,11 +117,11 @@ def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
     return "names, shapes, or what is trained are others"
 
 
-def lies_as(folder: str | os.PathLike[str], owner: str, layout: Layout) -> bool:
+def matches_layout(folder: str | os.PathLike[str], owner: str, layout: Layout) -> bool:
     """Whether the states in the folder are those of this layout."""
-    return owner_of(folder) == owned_by(owner, layout)
+    return owner_of(folder) == owner_tag(owner, layout)
 
 
-def owned_by(owner: str, layout: Layout) -> str:
-    """What a home's states are of."""
+def owner_tag(owner: str, layout: Layout) -> str:
+    """What a store's states are of."""
     return f"{owner or 'streaming engine'} {layout.digest}"

@@ -62,7 +62,7 @@ class EngineOptions:
 
     Example:
 
-        home.optimizer(torch.optim.AdamW, lr=1e-5, options=EngineOptions(versions=1, states=torch.bfloat16))
+        session.optimizer(torch.optim.AdamW, lr=1e-5, options=EngineOptions(versions=1, states=torch.bfloat16))
     """
 
     arm: str = "optimized"

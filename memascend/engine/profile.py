@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from memascend.engine.device import synchronize
-from memascend.engine.home import StateHome
 from memascend.engine.layout import Kind, Layout, Unit
 from memascend.engine.limit import Limit, Rates, StepClock, adamw_rate, limit_of
+from memascend.engine.state_store import StateStore
 from memascend.engine.weights import WeightStream
 from memascend.storage.tier import Transferred
 
@@ -93,7 +93,7 @@ class StepProfile:
         self._clock.end("backward", compute_s=compute)
 
     def end_step(self, step: int, updated_in: str, moved: Transferred, fastest: float) -> None:
-        """The step's limit. `updated_in`: the phase that AdamW ran in; `moved`: of the home, with the seconds;
+        """The step's limit. `updated_in`: the phase that AdamW ran in; `moved`: of the store, with the seconds;
         `fastest`: elements per second that AdamW has reached."""
         updated = sum(piece.numel for piece in self._layout.pieces)
         self._clock.end(updated_in, compute_s=0.0, updated=updated)
@@ -105,7 +105,7 @@ class StepProfile:
 
     # -- rates ---------------------------------------------------------------------------------------------------------
 
-    def measure_rates(self, states: WeightStream, home: StateHome, slots: int) -> None:
+    def measure_rates(self, states: WeightStream, store: StateStore, slots: int) -> None:
         """Of the states' path with as much in flight as the slots hold. Between steps: what is written is forgotten."""
         pieces = sorted(self._layout.pieces, key=self._layout.states_numel)[-slots:]
         keys = [piece.key for piece in pieces]
@@ -121,7 +121,7 @@ class StepProfile:
             for key in keys:
                 states.release(key)
             states.flush()
-            home.roll_back()
+            store.roll_back()
             best = [min(b, after - before) for b, before, after in zip(best, times[:-1], times[1:], strict=True)]
         adamw = adamw_rate(max(piece.numel for piece in pieces), self._layout.states)
         self.rates = Rates(read=nbytes / best[0], write=nbytes / best[1], adamw=adamw)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.arguments import tensors_in
 from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
@@ -35,7 +35,6 @@ from memascend.engine.device import Copies, DeviceWeights, GradientCopies, devic
 from memascend.engine.frozen import FrozenApart
 from memascend.engine.gradient_views import StepGradients
 from memascend.engine.groups import Groups, GroupsNow
-from memascend.engine.home import StateHome
 from memascend.engine.hooks import HookedRuntime, ModelHooks
 from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
 from memascend.engine.kept_buffers import KeptBuffers, room_bytes
@@ -49,7 +48,7 @@ from memascend.engine.model_guards import (
     require_values,
 )
 from memascend.engine.one_version import Redo, beside
-from memascend.engine.opening import kept_home, lies_as, new_home
+from memascend.engine.opening import create_state_store, matches_layout, open_state_store
 from memascend.engine.operators import Taken, take_off_left_over
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
@@ -57,6 +56,7 @@ from memascend.engine.recompute import OldGraph, PassUnderWay
 from memascend.engine.saving import BackgroundSave, Extracts, Targets
 from memascend.engine.speculation import Beginning, Speculation
 from memascend.engine.spilled import releasable_bytes
+from memascend.engine.state_store import StateStore
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.traffic import matrix_uses
 from memascend.engine.updates import AdamSettings, Updates
@@ -87,12 +87,12 @@ class StreamingEngine(HookedRuntime):
         self,
         model: nn.Module,
         units: ModelUnits,
-        home: StateHome,
+        store: StateStore,
         groups: Groups,
         options: EngineOptions,
         allocator: Allocator,
     ) -> None:
-        self.model, self.options, self.home = model, options, home
+        self.model, self.options, self.state_store = model, options, store
         self.units, self.layout = units, units.layout
         self._groups = GroupsNow(groups, units.names)
         if missing := [name for name in self.layout.order if name not in self._groups]:
@@ -111,22 +111,24 @@ class StreamingEngine(HookedRuntime):
         if device.type != "cpu":  # each kind of copies on a stream of its own
             on_device, inputs = DeviceWeights(self.layout, Copies(device)), Copies(device)
             gradients = GradientCopies(self.buffers.need_arrivals(), Copies(device))
-        parts = FrozenApart(home, self.layout)
-        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S, before_write=home.make_way)
+        parts = FrozenApart(store, self.layout)
+        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S, before_write=store.make_way)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
             pool = self.buffers.states
-            self._states = WeightStream(home, pool=pool, wait_s=WAIT_S, before_write=home.make_way)
+            self._states = WeightStream(store, pool=pool, wait_s=WAIT_S, before_write=store.make_way)
         for unit in self.layout.units:
             self._stream.register(unit.key, self.layout.unit_numel(unit))
             for piece in unit.pieces:
                 self._states.register(piece.key, self.layout.states_numel(piece))
         for tensor in self.buffers.streamed:
-            home.register(tensor)
-        self._beside = TiersBeside(home, self.layout, self.buffers, redoes=options.redoes)
+            store.register(tensor)
+        self._beside = TiersBeside(store, self.layout, self.buffers, redoes=options.redoes)
         self.weights = UnitWeights(units, self._stream, on_device)
         self.weights.require_usable = self._require_usable
-        self._contents = TierContents(self.layout, self.weights, self._states, home.folder, self.require_completed_step)
+        self._contents = TierContents(
+            self.layout, self.weights, self._states, store.folder, self.require_completed_step
+        )
         self.updates = Updates(
             self.layout,
             self.weights,
@@ -169,7 +171,7 @@ class StreamingEngine(HookedRuntime):
                 model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
-        self._torn: type[homes.TornStates] = homes.TornStates
+        self._torn: type[state_store.TornStates] = state_store.TornStates
         self._half_taken_back = False  # a step that failed, on a tier that failed again
         self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
         self._in_forward = False  # of the model as a whole
@@ -179,7 +181,7 @@ class StreamingEngine(HookedRuntime):
         self.versions_why = "as an earlier run began it"  # so many of the states
         self._closed, self._pid = False, os.getpid()
         self._heap = HeapTrimmer()
-        self._kept_buffers = KeptBuffers(model, home)
+        self._kept_buffers = KeptBuffers(model, store)
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
         for key, slices in units.matrices.items():
             log.info(
@@ -193,7 +195,7 @@ class StreamingEngine(HookedRuntime):
     @property
     def transferred(self) -> tuple[int, int]:
         """Bytes read and written since the engine was made: states, waiting gradients, activation checkpoints."""
-        read, written = (a + b for a, b in zip(self.home.transferred, self._beside.transferred, strict=True))
+        read, written = (a + b for a, b in zip(self.state_store.transferred, self._beside.transferred, strict=True))
         if self._swapping is not None and self._swapping.cache is not None:
             moved = self._swapping.cache.tier.transferred
             read, written = read + moved.bytes_read, written + moved.bytes_written
@@ -229,7 +231,7 @@ class StreamingEngine(HookedRuntime):
         config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StreamingEngine:
-        """Move a model in memory to a new home in `folder`, unit by unit; its parameters are empty afterwards.
+        """Move a model in memory to a new store in `folder`, unit by unit; its parameters are empty afterwards.
 
         `facts` are kept with step 0. Raises NotStreamable, StorageError (no room, with the bytes that are missing),
         MemoryError for host buffers; the model is then as it was.
@@ -241,11 +243,11 @@ class StreamingEngine(HookedRuntime):
         require_own_memory(model)
         units = _units(model, blocks, options)
         released = releasable_bytes(model.parameters(), folder)
-        home, options, why = new_home(
+        store, options, why = create_state_store(
             folder, owner, units.layout, options, config, faults, buffers=room_bytes(model), released=released
         )
         try:
-            engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
+            engine = cls(model, units, store, groups, options, allocator or PageAlignedPinnedAllocator())
             engine.versions_why = why
             try:
                 engine._move_in(facts or {}, released > 0)
@@ -257,7 +259,7 @@ class StreamingEngine(HookedRuntime):
             return engine
         except BaseException:
             with contextlib.suppress(OSError):
-                home.undo()
+                store.undo()
             raise
 
     @classmethod
@@ -274,21 +276,21 @@ class StreamingEngine(HookedRuntime):
         config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> tuple[StreamingEngine, dict[str, Any]]:
-        """Go on after the last completed step of a home; also the facts that were kept with it.
+        """Go on after the last completed step of a store; also the facts that were kept with it.
 
-        `model` is of the same architecture; its values are dropped. Raises NotThisModel where the home holds another
+        `model` is of the same architecture; its values are dropped. Raises NotThisModel where the store holds another
         model or layout, or no completed step; TornStates.
         """
         options = options or EngineOptions()
         require_not_streamed(model)
         require_python_modules(model)
-        homes.require_not_open_here(folder)
-        units = _kept_units(model, blocks, options, lambda layout: lies_as(folder, owner, layout))
-        home, options, kept = kept_home(folder, owner, units.layout, options, config, faults)
+        state_store.require_not_open_here(folder)
+        units = _kept_units(model, blocks, options, lambda layout: matches_layout(folder, owner, layout))
+        store, options, kept = open_state_store(folder, owner, units.layout, options, config, faults)
         try:
-            engine = cls(model, units, home, groups, options, allocator or PageAlignedPinnedAllocator())
+            engine = cls(model, units, store, groups, options, allocator or PageAlignedPinnedAllocator())
         except BaseException:
-            home.close()
+            store.close()
             raise
         engine.steps = dict(zip(engine.layout.order, kept["steps"], strict=True))
         engine._kept_steps = dict(engine.steps)
@@ -302,7 +304,7 @@ class StreamingEngine(HookedRuntime):
             engine._hooks.remove()
             engine._stop_work()
             engine._let_go()
-            home.close()
+            store.close()
             raise
         engine._be_ready()
         return engine, facts
@@ -310,7 +312,7 @@ class StreamingEngine(HookedRuntime):
     @torch.no_grad()
     def _move_in(self, facts: dict[str, Any], takes_space: bool) -> None:
         """Weights, zero moments and masters to the tier; parameters go empty only when all of it is committed.
-        `takes_space`: the home has taken that of what is written alone."""
+        `takes_space`: the store has taken that of what is written alone."""
         layout = self.layout
         for unit in layout.units:
             slot = self._stream.put(unit.key)
@@ -330,7 +332,7 @@ class StreamingEngine(HookedRuntime):
             self._stream.release(unit.key)
         self._flush()
         if takes_space:
-            self.home.take_space()
+            self.state_store.take_space()
         self._kept_buffers.begin()
         self._commit(facts)
         self._be_ready()
@@ -339,9 +341,9 @@ class StreamingEngine(HookedRuntime):
     def _be_ready(self) -> None:
         if self.options.tears:
             room = beside(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)["slack"]
-            self.home.replace_within(room)
+            self.state_store.replace_within(room)
         if self.options.profiles and self._states is not None:
-            self._profile.measure_rates(self._states, self.home, self.options.state_slots)
+            self._profile.measure_rates(self._states, self.state_store, self.options.state_slots)
 
     def _flush(self) -> None:
         self._stream.flush()
@@ -349,7 +351,7 @@ class StreamingEngine(HookedRuntime):
             self._states.flush()
 
     def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
-        self.home.commit(self._record(facts, redo.record if redo is not None else None))
+        self.state_store.commit(self._record(facts, redo.record if redo is not None else None))
         self._kept_steps = dict(self.steps)
 
     def _record(self, facts: dict[str, Any], redo: dict[str, Any] | None = None, *, ahead: int = 0) -> dict[str, Any]:
@@ -364,17 +366,23 @@ class StreamingEngine(HookedRuntime):
     def close(self, *, destroy: bool = False) -> None:
         """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
 
-        The home stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
+        The store stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
         the parent's ends.
         """
         own = self._pid == os.getpid()  # else a forked child's copy: the threads and the files are the parent's
         if not self._closed:
             self._ends = deque([self._hooks.remove])
             if own:
-                self._ends += [self._end_save, self._leave_model_empty, self._stop_work, self._let_go, self.home.close]
+                self._ends += [
+                    self._end_save,
+                    self._leave_model_empty,
+                    self._stop_work,
+                    self._let_go,
+                    self.state_store.close,
+                ]
             self._closed = True
         if destroy and own:
-            self._ends.append(lambda: homes.remove(self.home.folder))
+            self._ends.append(lambda: state_store.remove(self.state_store.folder))
         try:
             self._end()
         except KeyboardInterrupt:
@@ -396,7 +404,7 @@ class StreamingEngine(HookedRuntime):
             raise
 
     def _leave_model_empty(self) -> None:
-        left_empty(self.model, self.weights.nothing, self.home.folder)
+        left_empty(self.model, self.weights.nothing, self.state_store.folder)
 
     def _stop_work(self) -> None:
         leaving.begin_if_asked()
@@ -422,9 +430,10 @@ class StreamingEngine(HookedRuntime):
     def require_open(self) -> None:
         """RuntimeError after `close`."""
         if self._closed:
-            folder = self.home.folder
+            folder = self.state_store.folder
             raise RuntimeError(
-                f"this home ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to continue"
+                f"this session ({folder}) is closed: open it again (streaming({str(folder)!r}, resume=True)) to "
+                "continue"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -783,7 +792,7 @@ class StreamingEngine(HookedRuntime):
         if self._together is not None or self._in_turn:
             raise RuntimeError(
                 f"{call} was called inside the function of a micro-batch, whose gradients belong to the same step as "
-                "the others': call it before or after home.accumulate(...)"
+                "the others': call it before or after session.accumulate(...)"
             )
 
     def _not_vertical(self) -> str | None:
@@ -944,7 +953,7 @@ class StreamingEngine(HookedRuntime):
         """
         self._require_no_function("optimizer.step()")
         self._require_whole()
-        self.home.require_room_for(self._record(facts or {}, ahead=1))
+        self.state_store.require_room_for(self._record(facts or {}, ahead=1))
         try:
             self.updates.raise_failure()
             if self.at_work.backward_begun:
@@ -977,16 +986,16 @@ class StreamingEngine(HookedRuntime):
             self._kept_buffers.write_changed()
             self._commit(facts)
         self._restored = False
-        if self.home.all_compared:
+        if self.state_store.all_compared:
             self.weights.end_loans()
             self._close_streams()
             try:
-                self.home.compare_no_more()
+                self.state_store.compare_no_more()
             except OSError as error:  # the step is kept: who is told of an error would do it twice
                 log.warning("memascend: the step is completed; reopening its states failed and is retried: %s", error)
                 self._half_taken_back = True
                 return
-            self._beside.home_was_opened_again()
+            self._beside.store_was_reopened()
 
     # -- gradients of the current step, for whoever reads `parameter.grad` (`gradient_views`) ------------------------
 
@@ -1077,7 +1086,7 @@ class StreamingEngine(HookedRuntime):
         if not bool(torch.isfinite(norm)):
             try:
                 self._take_back(written=not waited or options.redoes)
-            except homes.TornStates as torn:
+            except state_store.TornStates as torn:
                 torn.args = (f"a gradient was infinite or NaN; {torn}",)
                 raise
             return None
@@ -1094,7 +1103,9 @@ class StreamingEngine(HookedRuntime):
         self.speculation.saw(clipped=clipping > 1)
         self._count_step()
         step = max(self.steps.values(), default=0)
-        self._profile.end_step(step, "optimizer" if waited else "backward", self.home.since_opened, updates.fastest)
+        self._profile.end_step(
+            step, "optimizer" if waited else "backward", self.state_store.since_opened, updates.fastest
+        )
         self._decide_on_swapping()
         updates.end_step()
         self._heap.after_step()
@@ -1128,7 +1139,7 @@ class StreamingEngine(HookedRuntime):
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
         all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
-        self.home.require_room_for(self._record({}, all_done))
+        self.state_store.require_room_for(self._record({}, all_done))
         self._unfinished = _CUT_OFF
         self._kept_buffers.write_changed()
         self._commit({}, redo)
@@ -1141,7 +1152,7 @@ class StreamingEngine(HookedRuntime):
         left = [unit for unit in reversed(self.layout.units) if not redo.is_done(unit)]
         self.updates.finish_waiting(left, after=after)
         self._unfinished = None
-        self.home.erase(redo.keys(self.layout))
+        self.state_store.erase(redo.keys(self.layout))
 
     def _kind_of_gradients(self) -> list[Any]:
         return [str(self.options.gradients), self.options.zero_missing]
@@ -1149,9 +1160,9 @@ class StreamingEngine(HookedRuntime):
     def _complete(self, redo: Redo) -> dict[str, Any]:
         """The step that an earlier process has begun to use its gradients for; the facts that it is kept with."""
         if redo.record["kind"] != self._kind_of_gradients():
-            raise homes.NotThisModel(
-                f"{self.home.folder} holds gradients of a step that must be completed as {redo.record['kind']}, but "
-                f"{self._kind_of_gradients()} was requested (gradients, zero_missing): resume once with the same "
+            raise state_store.NotThisModel(
+                f"{self.state_store.folder} holds gradients of a step that must be completed as {redo.record['kind']}, "
+                f"but {self._kind_of_gradients()} was requested (gradients, zero_missing): resume once with the same "
                 "options"
             )
         log.info("memascend: a step's update was interrupted: completing it from its gradients")
@@ -1167,7 +1178,7 @@ class StreamingEngine(HookedRuntime):
     def _complete_here(self) -> None:
         """As `resume` does, where nothing but an interrupt has cut the update off."""
         try:
-            self._complete(Redo(self.home.completed()["redo"]))
+            self._complete(Redo(self.state_store.completed()["redo"]))
         except BaseException as error:
             self._give_up_after(error)
             raise
@@ -1199,19 +1210,19 @@ class StreamingEngine(HookedRuntime):
         self.steps = dict(self._kept_steps)
         if self._half_taken_back:
             try:
-                self.home.roll_back()
-            except homes.TornStates as error:
+                self.state_store.roll_back()
+            except state_store.TornStates as error:
                 self._unfinished, self._torn = str(error), type(error)
                 raise
-            self._beside.home_was_opened_again()
+            self._beside.store_was_reopened()
             self._look_at_kept_steps()
             self.steps = dict(self._kept_steps)
-            self._unfinished = _CUT_OFF if self.home.update_was_cut_off else None
+            self._unfinished = _CUT_OFF if self.state_store.update_was_cut_off else None
         self._half_taken_back = False
 
     def _look_at_kept_steps(self) -> None:
         """A commit that Ctrl-C fell into may have been done all the same."""
-        if (kept := self.home.completed()) is not None:
+        if (kept := self.state_store.completed()) is not None:
             self._kept_steps = dict(zip(self.layout.order, kept["steps"], strict=True))
 
     def _close_streams(self) -> None:
@@ -1283,8 +1294,8 @@ class StreamingEngine(HookedRuntime):
         one = self.options.versions == 1
         if one and not self._restored:
             self._restored = True
-            self.home.forget_step()
-        written = self.home.commit_parts if one else lambda: None
+            self.state_store.forget_step()
+        written = self.state_store.commit_parts if one else lambda: None
         try:
             self._contents.write_states(lambda name: states_of(name) if name in steps else None, written)
         except BaseException as error:
@@ -1318,7 +1329,7 @@ class StreamingEngine(HookedRuntime):
         if self._save is not None and not (self._save.done() and self._save.was_looked_at):
             self._save.wait()
         extracts = Extracts(self.layout, targets).by_key
-        self._save = BackgroundSave(what, self.home, extracts, self.buffers.need_saved(), end, give_up)
+        self._save = BackgroundSave(what, self.state_store, extracts, self.buffers.need_saved(), end, give_up)
         return self._save
 
     def raise_unseen_failure_of_save(self) -> None:
@@ -1434,7 +1445,7 @@ def _kept_whole(layout: Layout) -> str:
 def _kept_units(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
 ) -> ModelUnits:
-    """As the home has them, which may be cut as by an earlier version of this library, or have another's blocks, or
+    """As the store has them, which may be cut as by an earlier version of this library, or have another's blocks, or
     weights with the frozen ones among them, or without gaps."""
     units = _units(model, blocks, options)
     if _is_or_was(units, is_kept):
@@ -1452,7 +1463,7 @@ def _kept_units(
 
 
 def _is_or_was(units: ModelUnits, is_kept: Callable[[Layout], bool]) -> bool:
-    """Whether a home has these units, which then get the layout that it has."""
+    """Whether a store has these units, which then get the layout that it has."""
     for layout in (units.layout, replace(units.layout, splits=False)):
         if is_kept(layout):
             units.layout = layout

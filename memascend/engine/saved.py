@@ -141,7 +141,7 @@ def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         steps, kind = facts["steps"], (facts["weights"], facts["states"])
     except FileNotFoundError:
-        raise ValueError(f"{folder} holds no saved states: name a folder that home.save(...) wrote") from None
+        raise ValueError(f"{folder} holds no saved states: name a folder that session.save(...) wrote") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / FACTS} is damaged ({error}): name another save") from None
     own = _kind(engine)

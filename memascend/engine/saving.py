@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from memascend.engine.frozen import frozen_key
-from memascend.engine.home import StateHome
 from memascend.engine.layout import Layout, Part, Piece, Run, Unit, numel_of_state
 from memascend.engine.snapshot import Snapshot
+from memascend.engine.state_store import StateStore
 from memascend.storage import interrupts
 from memascend.storage.byte_views import byte_view
 from memascend.storage.completion import Promise, RequestCancelled
@@ -100,7 +100,7 @@ class BackgroundSave(Promise):
     def __init__(
         self,
         what: str,
-        home: StateHome,
+        store: StateStore,
         extracts: Mapping[str, Sequence[Extract]],
         buffer: torch.Tensor,
         end: Callable[[], Any],
@@ -109,9 +109,9 @@ class BackgroundSave(Promise):
         """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` with any error, for the one
         to raise, both in the save's own thread."""
         super().__init__(what)
-        self._home, self._extracts, self._buffer, self._end, self._remove = home, extracts, buffer, end, give_up
+        self._store, self._extracts, self._buffer, self._end, self._remove = store, extracts, buffer, end, give_up
         self._asked_to_stop = False
-        self.snapshot: Snapshot = home.take_snapshot(extracts)
+        self.snapshot: Snapshot = store.take_snapshot(extracts)
         self.began_s, self.took_s = time.monotonic(), 0.0
         # No daemon: a program that ends has its save whole.
         self._thread = threading.Thread(target=self._run, name="memascend-save")
@@ -157,7 +157,7 @@ class BackgroundSave(Promise):
             except BaseException as another:
                 error.add_note(f"and what was written could not be removed: {another}")
         self.took_s = time.monotonic() - self.began_s
-        for name in ("_home", "_extracts", "_buffer", "_end", "_remove"):  # with all that they hold
+        for name in ("_store", "_extracts", "_buffer", "_end", "_remove"):  # with all that they hold
             delattr(self, name)
         self._settle(value, failure)
 
@@ -167,21 +167,21 @@ class BackgroundSave(Promise):
         while (key := self.snapshot.next(key)) is not None:
             if self._asked_to_stop:
                 raise RequestCancelled(f"{self._what} was stopped")
-            size, begin = self._home.size_of(key), done.get(key, 0)
+            size, begin = self._store.size_of(key), done.get(key, 0)
             end = min(size, begin + self._buffer.nbytes)
             self._copy_part(key, begin, end)
             done[key] = end
             if end == size:
                 self.snapshot.copied(key)
         if self.snapshot.ended:
-            raise RequestCancelled(f"{self._what} was cut off: the home of its tensors was closed")
+            raise RequestCancelled(f"{self._what} was cut off: the store of its tensors was closed")
 
     def _copy_part(self, key: str, begin: int, end: int) -> None:
         extracts = [each for each in self._extracts[key] if each.begin < end and begin < each.end]
         if not extracts:
             return
         part = self._buffer[: end - begin]
-        self._home.read_part(key, part, begin)
+        self._store.read_part(key, part, begin)
         view = byte_view(part)
         for each in extracts:
             first, last = max(begin, each.begin), min(end, each.end)

@@ -1,8 +1,8 @@
 """A plain PyTorch loop over a model that lives on a tier: three lines around it (LoHan, Fig. 4).
 
-    with streaming("/mnt/nvme/run") as home:                                   # LoHan_init
-        model = home.hook(Model(config))                                       # LoHan_hook
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-4)                 # LoHan_Optimizer
+    with streaming("/mnt/nvme/run") as session:                                   # LoHan_init
+        model = session.hook(Model(config))                                       # LoHan_hook
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-4)                 # LoHan_Optimizer
         for data, target in loader:
             loss(model(data), target).backward()
             optimizer.step()
@@ -27,8 +27,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memascend.engine import given_states
-from memascend.engine import home as homes
+from memascend.engine import given_states, state_store
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import no_scaler
 from memascend.engine.layout import numel_of_state
@@ -56,7 +55,7 @@ class streaming:
     """A folder on the SSD in which one model is trained; a context, since it owns threads, memory and files.
 
     The folder is new or empty, or with `resume` one that holds the states of the same model: training goes on after
-    the last completed step (`steps`, `note`). At the end the states stay there; `home.remove()` deletes them.
+    the last completed step (`steps`, `note`). At the end the states stay there; `session.remove()` deletes them.
     `allocator`: of all host memory (default: exact pinned memory). Not thread-safe.
 
     **Between `backward()` and `step()`**, evaluation and `generate` (forward passes without a graph), the model's
@@ -96,18 +95,18 @@ class streaming:
         if not self.folder.is_dir() and os.path.lexists(self.folder):
             kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise ValueError(f"{self.folder} is {kind}: name a folder, or one that can be created")
-        if homes.is_home(self.folder) and not resume:
+        if state_store.holds_states(self.folder) and not resume:
             raise ValueError(
                 f"{self.folder} holds the states of an earlier training: continue it (resume=True), or remove it"
             )
-        if resume and not homes.is_home(self.folder):
+        if resume and not state_store.holds_states(self.folder):
             raise ValueError(f"{self.folder} holds no states to continue from: omit resume, or name another folder")
         self._resume = resume
         self._model: nn.Module | None = None
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
-        self._made: weakref.ref[StreamedAdamW] | None = None  # the optimizer, which holds the home
+        self._made: weakref.ref[StreamedAdamW] | None = None  # the optimizer, which holds the session
         # The user's, as JSON of less than 1 MiB: kept with each step, and here again after a resume. Keys of dicts may
         # be numbers, too; a dict's subclass comes back as a dict.
         self.note: dict[str, Any] = {}
@@ -132,12 +131,12 @@ class streaming:
             The same model.
 
         Raises:
-            RuntimeError: there is an optimizer already, whose model is another one; another home has the model's
+            RuntimeError: there is an optimizer already, whose model is another one; another session has the model's
                 weights.
 
         Example:
 
-            model = home.hook(Model(config), device="cuda")
+            model = session.hook(Model(config), device="cuda")
         """
         self._require_no_optimizer()
         if not isinstance(model, nn.Module):
@@ -194,7 +193,7 @@ class streaming:
 
         Example:
 
-            optimizer = home.optimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-5, clip=1.0)
+            optimizer = session.optimizer(torch.optim.AdamW, model.named_parameters(), lr=1e-5, clip=1.0)
         """
         if self._model is None:
             raise RuntimeError("call hook(model) first: the optimizer belongs to that model")
@@ -283,7 +282,7 @@ class streaming:
                 loss.backward()
                 return loss.item()
 
-            losses = home.accumulate(train, batches)
+            losses = session.accumulate(train, batches)
             optimizer.step()
         """
         return self._engine().accumulate(function, micro_batches, order=order)
@@ -311,13 +310,13 @@ class streaming:
 
         Example:
 
-            save = home.save(f"saves/{home.steps}")
+            save = session.save(f"saves/{session.steps}")
             ...  # go on training
             print("saved", save.wait())
         """
         made = self._made() if self._made is not None else None
         if made is None:
-            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+            raise RuntimeError("create the optimizer first: session.optimizer(torch.optim.AdamW, lr=...)")
         save = begin_save(self._engine(), folder, made._facts() if states else None)
         if not background:
             save.wait()
@@ -336,11 +335,11 @@ class streaming:
 
         Example:
 
-            home.load("saves/1000")
+            session.load("saves/1000")
         """
         made = self._made() if self._made is not None else None
         if made is None:
-            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+            raise RuntimeError("create the optimizer first: session.optimizer(torch.optim.AdamW, lr=...)")
         engine = self._engine()
         engine.require_no_gradients()
         facts = saved_facts(engine, folder)
@@ -357,7 +356,7 @@ class streaming:
 
     def _engine(self) -> StreamingEngine:
         if self.engine is None:
-            raise RuntimeError("create the optimizer first: home.optimizer(torch.optim.AdamW, lr=...)")
+            raise RuntimeError("create the optimizer first: session.optimizer(torch.optim.AdamW, lr=...)")
         return self.engine
 
     def _require_open(self) -> None:
@@ -374,7 +373,7 @@ class streaming:
         if self.engine is not None:
             self.engine.close(destroy=True)
         else:
-            homes.remove(self.folder)
+            state_store.remove(self.folder)
 
     def close(self) -> None:
         """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent. A save is
@@ -417,7 +416,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             name = type(kind).__name__
             raise NotStreamable(
                 f"optimizer(kind): the class and its settings, got an instance of {name}: write "
-                f"home.optimizer(torch.optim.{name}, lr=...)"
+                f"session.optimizer(torch.optim.{name}, lr=...)"
             )
         if not isinstance(kind, type):
             raise ValueError(f"optimizer(kind): torch.optim.AdamW or Adam, got {kind!r}")
@@ -428,7 +427,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         defaults = _accepted(kind, settings)
         decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
         given = [p for p in model.parameters() if p.requires_grad] if params is None else params
-        self._home: streaming | None = None
+        self._session: streaming | None = None
         super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
         for group in [defaults, *self.param_groups]:
             if asked := [name for name in REFUSED if group.get(name)]:
@@ -445,11 +444,11 @@ class StreamedAdamW(torch.optim.Optimizer):
                     "the model"
                 )
 
-    def attach(self, home: streaming) -> None:
-        self._home = home
+    def attach(self, session: streaming) -> None:
+        self._session = session
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "state" and vars(self).get("_home") is not None:
+        if name == "state" and vars(self).get("_session") is not None:
             raise NotStreamable(
                 "the states of a streamed model are on the SSD, and `state` is empty: load_state_dict replaces "
                 'them there, and resets those that its "state" lacks'
@@ -489,9 +488,9 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @property
     def engine(self) -> StreamingEngine:
-        if self._home is None:
+        if self._session is None:
             raise RuntimeError("this optimizer has no model yet: create it with streaming(folder).optimizer(...)")
-        return self._home._engine()
+        return self._session._engine()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -502,9 +501,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         Raises:
             StorageError: and whatever else failed since the last step; the states are those of the step before it.
                 With one version of the states, once its update has begun, the step can only be completed: the error
-                says so, and so does every use until the home is closed and resumed. After KeyboardInterrupt the next
-                use completes it, such as a look at `home.steps`.
-            ValueError: `home.note` is no JSON or too large; nothing has changed then, and `step` can be called again.
+                says so, and so does every use until the session is closed and resumed. After KeyboardInterrupt the next
+                use completes it, such as a look at `session.steps`.
+            ValueError: `session.note` is no JSON or too large; nothing has changed, and `step` can be called again.
             TornStates: with `redo=False`, where what was written cannot be taken back.
         """
         loss = None
@@ -526,11 +525,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         With `set_to_none=False` parameters that have had a gradient are updated in the next step whether they get one
         or not, with zeros, as by torch.optim.
         """
-        if self._home is not None:
+        if self._session is not None:
             self.engine.forget_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._home is not None:
+        if self._session is not None:
             raise NotStreamable(
                 "the param groups of a streamed model are fixed: pass all of them at the start (params=)"
             )
@@ -544,7 +543,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         keys, element = engine.layout.state_names, engine.layout.stored_states.itemsize
         trained = [p for p, name in names.items() if engine.steps.get(name)]
         file = TensorFile(
-            engine.home.folder, [numel_of_state(key, p.numel()) * element for p in trained for key in keys]
+            engine.state_store.folder, [numel_of_state(key, p.numel()) * element for p in trained for key in keys]
         )
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, (parameter, name) in enumerate(names.items()):
@@ -588,11 +587,11 @@ class StreamedAdamW(torch.optim.Optimizer):
                 given[name], steps[name] = states, _checked_step(name, saved)
             elif engine.steps[name]:
                 given[name], steps[name] = {}, 0
-        home, self._home = self._home, None
+        session, self._session = self._session, None
         try:
             super().load_state_dict({**state_dict, "state": {}})  # or it says what does not fit of the groups
         finally:
-            self._home = home
+            self._session = session
 
         def states_of(name: str) -> dict[str, torch.Tensor]:
             if not given[name]:
@@ -604,11 +603,11 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def _facts(self) -> dict[str, Any]:
         """Kept with each step."""
-        if not isinstance(self._home.note, dict):
-            raise ValueError(f"home.note: a dict, got {self._home.note!r}")
+        if not isinstance(self._session.note, dict):
+            raise ValueError(f"session.note: a dict, got {self._session.note!r}")
         names = self.engine.units.names
         groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
-        return {"note": _as_json(self._home.note), "groups": groups}
+        return {"note": _as_json(self._session.note), "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names

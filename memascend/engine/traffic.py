@@ -18,11 +18,11 @@ import torch
 
 from memascend.engine.blocks import ModelUnits
 from memascend.engine.buffers import weight_classes
-from memascend.engine.home import control_bytes
 from memascend.engine.layout import Kind, Layout, Piece, Unit, padded
 from memascend.engine.matrices import SLICES_AHEAD
 from memascend.engine.one_version import bytes_of
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import control_bytes
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import CountingAllocator
 from memascend.memory.pools import AdaptiveBufferPool
@@ -255,7 +255,7 @@ def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Un
 def folder_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
-    """What the home's folder takes on its disk while training goes on: the states' file, the one beside it, and the
+    """What the store's folder takes on its disk while training goes on: the states' file, the one beside it, and the
     control file of each."""
     versions = options.versions or 2
     states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)

@@ -1,7 +1,7 @@
 """A model whose weights stay in the files of its folder until the streaming engine takes them, tensor by tensor.
 
     model = waiting_model("Qwen2.5-7B", torch.bfloat16)     # a second, and no memory
-    with streaming("states") as home: home.hook(model) ...   # the weights go from those files into the states
+    with streaming("states") as session: session.hook(model) ...   # the weights go from those files into the states
 
 The parameters have shapes and a type, and one NaN for values. Types are converted as they are copied.
 """

@@ -33,10 +33,10 @@ def _leaves_a_with(frame: FrameType) -> bool:
 class Befallen:
     """The faults of one process: a layer below its engines, lines to be interrupted at, a moment.
 
-    `home_alone`: the layer stands below the store of states, and not below files that go with the process.
+    `states_alone`: the layer stands below the store of states, and not below files that go with the process.
     """
 
-    def __init__(self, *, home_alone: bool = False) -> None:
+    def __init__(self, *, states_alone: bool = False) -> None:
         self.layer: Faults = _C.FaultLayer()
         self.log: Path | None = None  # of all writes to the states
         self.lines = 0
@@ -50,7 +50,7 @@ class Befallen:
                 before = Path(os.fspath(devices[0])).read_bytes()
                 self.log.with_suffix(".before").write_bytes(before)
                 self.layer.log_writes(str(self.log))
-            stock(engine, devices, owner, config, faults or (None if home_alone and volatile else self.layer))
+            stock(engine, devices, owner, config, faults or (None if states_alone and volatile else self.layer))
 
         DirectEngine.__init__ = opened
 

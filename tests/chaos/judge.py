@@ -234,7 +234,7 @@ class Judge:
 
         def program(say: Callable[..., None]) -> None:
             nonlocal befallen
-            befallen = Befallen(home_alone=draw.fault in ("power cut", "torn write"))
+            befallen = Befallen(states_alone=draw.fault in ("power cut", "torn write"))
             log_of_writes = training.parent / "writes"
 
             def say_so(at: str, **what: Any) -> None:
@@ -290,7 +290,7 @@ class Judge:
 
     def _cut_power(self, draw: Draw, training: Path, phases: list[Phase]) -> bool:
         """The states as a cut at a random place of the log leaves them; steps that were told after it were not."""
-        log, states, chance = training.parent / "writes", training / "home" / "states", draw.rng
+        log, states, chance = training.parent / "writes", training / "session" / "states", draw.rng
         if not log.exists():
             return False
         written, before = log.read_bytes(), log.with_suffix(".before").read_bytes()
@@ -453,7 +453,7 @@ def _has_wrong_bits(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:
 def _is_own(target: str, name: str) -> bool:
     if target in _ON_DEEPSPEED:
         return name.startswith("checkpoints/") or target == "stock"  # whose swap files stay, and are counted
-    return name in ("home/states", "saved.pt")
+    return name in ("session/states", "saved.pt")
 
 
 def _leaks(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:

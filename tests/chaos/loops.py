@@ -27,10 +27,9 @@ import torch
 from torch import nn
 
 from memascend.activation.offload import offload_activations
-from memascend.engine import home as homes
-from memascend.engine import swap
-from memascend.engine.home import NotThisModel, TornStates
+from memascend.engine import state_store, swap
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import NotThisModel, TornStates
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
@@ -233,30 +232,30 @@ class EngineLoop(Loop):
     def train(self) -> None:
         swap._LEAST_BYTES = 256  # the shapes are small
         self.tears = self.training["states"] == "one version, torn"
-        home_folder = self.folder / "home"
+        session_folder = self.folder / "session"
         model, saved = made(self.training["shape"]), None
         try:
-            home, optimizer = self._begin(model, home_folder, resume=homes.is_home(home_folder))
+            session, optimizer = self._begin(model, session_folder, resume=state_store.holds_states(session_folder))
         except (NotThisModel, TornStates) as error:  # both say what to do
             self.say("told", error=f"{type(error).__name__}: {error}")
-            homes.remove(home_folder)
-            shutil.rmtree(home_folder, ignore_errors=True)
+            state_store.remove(session_folder)
+            shutil.rmtree(session_folder, ignore_errors=True)
             model = made(self.training["shape"])
             if self.saved.exists():
                 saved = torch.load(self.saved, weights_only=False)
                 model.load_state_dict(saved["model"])
-            home, optimizer = self._begin(model, home_folder, resume=False)
+            session, optimizer = self._begin(model, session_folder, resume=False)
         try:
             if saved is not None:
                 optimizer.load_state_dict(saved["optimizer"])
-                home.note = saved["note"]
-            self._steps(model, home, optimizer)
+                session.note = saved["note"]
+            self._steps(model, session, optimizer)
         finally:
-            home.close()
+            session.close()
 
     def _begin(self, model: nn.Module, folder: Path, *, resume: bool) -> tuple[streaming, Any]:
-        home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-        home.hook(model)
+        session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+        session.hook(model)
         chosen = self.training
         options = EngineOptions(
             arm=chosen["arm"],
@@ -267,20 +266,20 @@ class EngineLoop(Loop):
             versions=2 if chosen["states"] == "two versions" else 1,
             redo=not self.tears,
         )
-        return home, home.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
+        return session, session.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
 
-    def _steps(self, model: nn.Module, home: streaming, optimizer: Any) -> None:
+    def _steps(self, model: nn.Module, session: streaming, optimizer: Any) -> None:
         beside = BesideWeights(model)
-        if home.note:
-            beside.put_back(home.note["beside"])
-        first = home.note.get("step", 0)
-        self.say("resumed", step=first, digest=digest_of(home, beside))
-        self.look(first, lambda: digest_of(home, beside))
+        if session.note:
+            beside.put_back(session.note["beside"])
+        first = session.note.get("step", 0)
+        self.say("resumed", step=first, digest=digest_of(session, beside))
+        self.look(first, lambda: digest_of(session, beside))
         for step in range(first, self.until):
             before = beside.taken()
             while True:
                 try:
-                    loss = self._step(model, home, optimizer, beside, step)
+                    loss = self._step(model, session, optimizer, beside, step)
                     break
                 except (Exception, KeyboardInterrupt) as error:
                     self.say("error", step=step, error=f"{type(error).__name__}: {error}")
@@ -289,16 +288,16 @@ class EngineLoop(Loop):
                     beside.put_back(before)
                     optimizer.zero_grad()
             if self.tears and step % 2 == 1:
-                self._save(model, home, optimizer, step)
+                self._save(model, session, optimizer, step)
             self.say("step", step=step + 1, loss=loss)
-            self.look(step + 1, lambda: digest_of(home, beside))
+            self.look(step + 1, lambda: digest_of(session, beside))
         if self.until == STEPS:
-            self.say("done", digest=digest_of(home, beside), bytes_on_disk=self.bytes_on_disk())
+            self.say("done", digest=digest_of(session, beside), bytes_on_disk=self.bytes_on_disk())
 
-    def _save(self, model: nn.Module, home: streaming, optimizer: Any, step: int) -> None:
+    def _save(self, model: nn.Module, session: streaming, optimizer: Any, step: int) -> None:
         while True:  # an error here is no reason to do the step again
             try:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": home.note}
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": session.note}
                 write_durably(self.saved, state)
                 return
             except (Exception, KeyboardInterrupt) as error:
@@ -306,25 +305,27 @@ class EngineLoop(Loop):
                 if not self.on_error():
                     raise
 
-    def _step(self, model: nn.Module, home: streaming, optimizer: Any, beside: BesideWeights, step: int) -> list[str]:
+    def _step(
+        self, model: nn.Module, session: streaming, optimizer: Any, beside: BesideWeights, step: int
+    ) -> list[str]:
         torch.manual_seed(step)
         losses = []
         for ids in self.data(step):
             loss = model(ids) / self.training["accumulate"]
             losses.append(float(loss.detach()).hex())
             loss.backward()
-        home.note = {"step": step + 1, "beside": beside.taken()}
+        session.note = {"step": step + 1, "beside": beside.taken()}
         optimizer.step()
         return losses
 
     def end(self) -> None:
-        homes.remove(self.folder / "home")
+        state_store.remove(self.folder / "session")
         self.saved.unlink(missing_ok=True)
         self.say("removed", files=sorted(path.name for path in self.folder.iterdir()))
 
 
-def digest_of(home: streaming, beside: BesideWeights) -> str:
-    engine = home.engine
+def digest_of(session: streaming, beside: BesideWeights) -> str:
+    engine = session.engine
     digest = hashlib.sha256(str(sorted(engine.steps.items())).encode())
     for name, values in engine.read_weights():
         digest.update(name.encode() + values.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -1,5 +1,5 @@
-"""Ctrl-C at random instants of a step, and on in the same process, as in a notebook: what `home.steps` says is what the
-folder holds, and the end is that of the same steps in memory, to the bit."""
+"""Ctrl-C at random instants of a step, and on in the same process, as in a notebook: what `session.steps` says is what
+the folder holds, and the end is that of the same steps in memory, to the bit."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.interrupts import uninterrupted, whole
 from tests.unit.test_streaming_engine import assert_equal, batches, model, streamed, train, train_in_memory
@@ -34,9 +34,9 @@ ours, theirs = model(), model()
 def press():
     os.kill(os.getpid(), signal.SIGINT)
 
-with streaming(folder) as home:
-    home.hook(ours)
-    optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS, **KINDS[kind])
+with streaming(folder) as session:
+    session.hook(ours)
+    optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS, **KINDS[kind])
 
     def step(ids):
         ours(ids).backward()
@@ -46,28 +46,28 @@ with streaming(folder) as home:
     began = time.monotonic()
     step(data[1])
     span = time.monotonic() - began
-    while hits < presses and home.steps < len(data):
+    while hits < presses and session.steps < len(data):
         pressed = threading.Timer(chance.random() * span, press)
         try:
             pressed.start()
             try:
-                step(data[home.steps])
+                step(data[session.steps])
             finally:
                 pressed.join()
         except KeyboardInterrupt:
             hits += 1
             optimizer.zero_grad()
-        if home.steps < len(data):
-            step(data[home.steps])  # undisturbed
-    done = home.steps
+        if session.steps < len(data):
+            step(data[session.steps])  # undisturbed
+    done = session.steps
     ended = {name: values.clone() for name, values in ours.state_dict().items()}
 train_in_memory(theirs, data[:done])
 different = [name for name, values in theirs.state_dict().items() if not torch.equal(values, ended[name])]
 again = model(seed=3)
-with streaming(folder, resume=True) as home:
-    home.hook(again)
-    home.optimizer(torch.optim.AdamW, **SETTINGS, **KINDS[kind])
-    kept = home.steps
+with streaming(folder, resume=True) as session:
+    session.hook(again)
+    session.optimizer(torch.optim.AdamW, **SETTINGS, **KINDS[kind])
+    kept = session.steps
     different += [name for name, values in again.state_dict().items() if not torch.equal(values, ended[name])]
 print(hits, "hits,", done - kept, "steps more than kept, different:", different)
 """
@@ -114,7 +114,7 @@ def test_a_commit_that_an_interrupt_fell_into_is_the_step_if_the_folder_holds_it
     train_in_memory(theirs, data[:3])
     assert_equal(engine, theirs)
     engine.close()
-    assert homes.kept_facts(tmp_path / "home") == {}
+    assert state_store.kept_facts(tmp_path / "session") == {}
 
 
 @pytest.mark.parametrize("commits", range(1, 9))

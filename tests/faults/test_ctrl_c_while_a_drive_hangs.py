@@ -82,9 +82,9 @@ from tests.unit.test_streaming_engine import SETTINGS, batches, model
 
 start = StreamingEngine.start.__func__
 StreamingEngine.start = classmethod(lambda cls, *args, **named: start(cls, *args, faults=faults, **named))
-with streaming(os.path.join(folder, "run")) as home:
-    ours = home.hook(model())
-    optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
+with streaming(os.path.join(folder, "run")) as session:
+    ours = session.hook(model())
+    optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS)
     for step, ids in enumerate(batches(100_000)):
         if step == 2:
             hang(kind)

@@ -13,13 +13,13 @@ KILLER = r"""
 import os, signal, sys
 
 if "memascend.training.worker" in sys.orig_argv:
-    from memascend.engine.home import StateHome
+    from memascend.engine.state_store import StateStore
     from memascend.training.progress import Progress
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def dies_in_an_update(self, record, commit=StateHome.commit):
+    def dies_in_an_update(self, record, commit=StateStore.commit):
         commit(self, record)
         redo = record.get("redo", {})
         if len(redo.get("done", ())) == 3 and redo["facts"]["step"] == 3:
@@ -32,7 +32,7 @@ if "memascend.training.worker" in sys.orig_argv:
         step(self, record) if record.step < 3 else die()
 
     if os.environ["DIES_IN"] == "update":
-        StateHome.commit = dies_in_an_update
+        StateStore.commit = dies_in_an_update
     elif os.environ["DIES_IN"] == "row":
         Progress.step = dies_before_the_row
     else:

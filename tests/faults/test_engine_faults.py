@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from memascend.engine import runtime
-from memascend.engine.home import KeptAfterAll
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.state_store import KeptAfterAll
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.engine_tiers import DirectTier
@@ -23,7 +23,7 @@ from tests.unit.test_streaming_engine import assert_equal, batches, groups, mode
 def streamed(of, folder, faults, **options):
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
     options = EngineOptions(**{"checkpoints": "device", **options})
-    return StreamingEngine.start(of, folder / "home", groups(of), options, allocator=allocator, faults=faults)
+    return StreamingEngine.start(of, folder / "session", groups(of), options, allocator=allocator, faults=faults)
 
 
 def step(of, engine, ids):
@@ -61,7 +61,7 @@ def test_a_disk_that_fails_for_good_leaves_an_error_and_a_home_that_can_be_resum
         step(ours, engine, data[1])
     engine.close()
     again = model(seed=4)
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again))
     losses += train(again, engine, data[1:])
     assert losses == train_in_memory(theirs, data)
     engine.close()
@@ -118,7 +118,7 @@ def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_
         engine.finish_step()
     engine.close()
     again = model(seed=4)
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again))
     assert engine.steps["head.weight"] == 2
     losses += train(again, engine, data[2:])
     expected = train_in_memory(theirs, data)
@@ -127,7 +127,7 @@ def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_
     engine.close()
 
 
-@pytest.mark.parametrize("where", ["synchronize", "home"])
+@pytest.mark.parametrize("where", ["synchronize", "store"])
 def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch, where):
     ours = model()
     engine = streamed(ours, tmp_path, _C.FaultLayer())
@@ -140,7 +140,7 @@ def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch
             raise KeyboardInterrupt
         return stock(*arguments)
 
-    holder, name = (runtime, "synchronize") if where == "synchronize" else (engine.home, "close")
+    holder, name = (runtime, "synchronize") if where == "synchronize" else (engine.state_store, "close")
     stock = getattr(holder, name)
     monkeypatch.setattr(holder, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -148,7 +148,7 @@ def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch
     del engine
     assert "memascend-updates" not in {thread.name for thread in threading.enumerate()}
     assert len(os.listdir("/proc/self/fd")) < held
-    assert os.listdir(tmp_path / "home") == ["states"]
+    assert os.listdir(tmp_path / "session") == ["states"]
 
 
 def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_resume_alone(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
         ours(data[1])
     engine.close()
     again = model(seed=4)
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again))
     assert engine.steps["head.weight"] == 2
     losses += train(again, engine, data[2:])
     expected = train_in_memory(theirs, data)
@@ -186,7 +186,7 @@ def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_
     engine.close()
     again = model(seed=4)
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), allocator=allocator, faults=faults)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), allocator=allocator, faults=faults)
     faults.add("open", times=2, error=errno.ENOSPC)
     losses += train(again, engine, data[1:2])
     with pytest.raises(StorageError, match="free space"):  # before anything of the next step
@@ -228,7 +228,7 @@ def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_i
     if versions == 1:  # a step that is to be done again from its gradients
         engine.close()
         ours = model(seed=4)
-        engine, _ = StreamingEngine.resume(ours, tmp_path / "home", groups(ours), EngineOptions(versions=1))
+        engine, _ = StreamingEngine.resume(ours, tmp_path / "session", groups(ours), EngineOptions(versions=1))
     losses += train(ours, engine, data[engine.steps["head.weight"] :])
     assert losses == train_in_memory(theirs, data)
     assert_equal(engine, theirs)

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.blocks import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -21,7 +21,7 @@ PROGRAM = r"""
 import sys, torch
 from pathlib import Path
 from torch import nn
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 
@@ -38,11 +38,11 @@ def run(folder, steps, options, say=lambda step: None):
     model = made()
     groups = [{"params": list(model.parameters()), "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}]
     step = 0
-    if "step" in (homes.kept_facts(folder) if homes.is_home(folder) else {}):
+    if "step" in (state_store.kept_facts(folder) if state_store.holds_states(folder) else {}):
         engine, facts = StreamingEngine.resume(model, folder, groups, options)
         step = facts["step"]
     else:
-        homes.remove(folder)
+        state_store.remove(folder)
         engine = StreamingEngine.start(model, folder, groups, options)
     while step < steps:
         model(batch(step)).float().square().mean().backward()
@@ -79,7 +79,8 @@ def counted(method):
         return method(self, *args, **named)
     return call
 
-homes.StateHome.write, homes.StateHome.commit = counted(homes.StateHome.write), counted(homes.StateHome.commit)
+Store = state_store.StateStore
+Store.write, Store.commit = counted(Store.write), counted(Store.commit)
 
 def say(step):
     global before, dies_at
@@ -113,7 +114,7 @@ def program():
 @pytest.mark.timeout(1800)
 def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path, arm, clip, states, rounds):
     parts, instants, said, kills = program(), random.SystemRandom(), 0, 0
-    folder = tmp_path / "home"
+    folder = tmp_path / "session"
     steps = STEPS * rounds
     while kills < rounds and said < steps:
         command = [sys.executable, "-c", CHILD, str(folder), arm, str(clip), str(steps), states]
@@ -125,7 +126,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
             child.send_signal(signal.SIGKILL)
             said = [int(first), *(int(line) for line in child.stdout if line.endswith("\n"))][-1]
         kills += child.returncode == -signal.SIGKILL
-    kept = homes.kept_facts(folder)["step"]
+    kept = state_store.kept_facts(folder)["step"]
     assert kept in (said, said + 1)
     torch.set_num_threads(1)
     options = EngineOptions(arm=arm, clip=clip, states=getattr(torch, states))
@@ -157,7 +158,7 @@ def test_a_home_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_defaul
         folder = tmp_path / f"seed {seed}"
         killed = subprocess.run([sys.executable, "-c", CUT_OFF, str(folder), str(versions), str(seed)], check=False)
         assert killed.returncode == -signal.SIGKILL
-        kept.append(homes.kept_facts(folder)["step"])
+        kept.append(state_store.kept_facts(folder)["step"])
         ours = parts["run"](folder, 4, EngineOptions())
         for name, values in theirs.items():
             assert torch.equal(ours[name], values), (seed, name)
@@ -168,11 +169,11 @@ def test_states_that_another_process_uses_are_refused(tmp_path):
     parts = program()
     model = parts["made"]()
     groups = [{"params": list(model.parameters()), "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
-    engine = StreamingEngine.start(model, tmp_path / "home", groups, EngineOptions())
-    asking = "import sys; from memascend.engine import home; home._DEAD_S = 0.1; home.kept_facts(sys.argv[1])"
+    engine = StreamingEngine.start(model, tmp_path / "session", groups, EngineOptions())
+    asking = "import sys; from memascend.engine import state_store as s; s._DEAD_S = 0.1; s.kept_facts(sys.argv[1])"
     try:
-        done = forked.run([sys.executable, "-c", asking, str(tmp_path / "home")])
+        done = forked.run([sys.executable, "-c", asking, str(tmp_path / "session")])
     finally:
         engine.close()
     assert done.returncode == 1
-    assert "home is in use by another process: wait for it, or name another" in done.stderr
+    assert "session is in use by another process: wait for it, or name another" in done.stderr

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.options import EngineOptions
 
 STEPS, LOUD = 9, 6  # the step (from 0) that is clipped; from the third one on none waits
 PROGRAM = r"""
 import torch
 from torch import nn
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.training import random_state
@@ -26,7 +26,7 @@ def run(folder, steps, options, loud, say=lambda engine, step: None, repeatable=
     groups = [{"params": list(model.parameters()), "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}]
     torch.manual_seed(1)
     step = 0
-    if homes.is_home(folder):
+    if state_store.holds_states(folder):
         engine, facts = StreamingEngine.resume(model, folder, groups, options)
         engine.speculation.take_over(facts["clipping"])
         random_state.restore_json(facts["random"])
@@ -66,7 +66,7 @@ calls = 0
 def die_in(engine, step):
     if step != loud:
         return
-    part = {"home": engine.home, "engine": engine, "updates": engine.updates}[owner]
+    part = {"store": engine.state_store, "engine": engine, "updates": engine.updates}[owner]
     plain = getattr(part, method)
     def counted(*args, **named):
         global calls
@@ -85,13 +85,13 @@ run(Path(sys.argv[1]), loud + 1, EngineOptions(clip=1.0, versions=2), loud, die_
 )
 # What is called for which time in the clipped step. States and weights are written of six blocks of one piece each.
 PHASES = {
-    "speculation": ("home", "write", 5),
-    "its last write": ("home", "write", 12),
-    "before the roll back": ("home", "roll_back", 1),
+    "speculation": ("store", "write", 5),
+    "its last write": ("store", "write", 12),
+    "before the roll back": ("store", "roll_back", 1),
     "between roll back and repeat": ("engine", "_is_to_be_clipped", 1),
     "the repeat's backward": ("updates", "_spill", 3),
-    "the repeat's update": ("home", "write", 12 + 7),
-    "before the step is completed": ("home", "commit", 1),
+    "the repeat's update": ("store", "write", 12 + 7),
+    "before the step is completed": ("store", "commit", 1),
 }
 
 
@@ -113,10 +113,10 @@ def _never_killed(tmp_path_factory):
 )
 def test_a_run_that_is_killed_in_a_clipped_step_goes_on_to_the_bits_of_waiting(tmp_path, never_killed, phase):
     run, options, (expected, norms, _) = never_killed
-    folder, what = tmp_path / "home", map(str, (*PHASES[phase], LOUD))
+    folder, what = tmp_path / "session", map(str, (*PHASES[phase], LOUD))
     killed = subprocess.run([sys.executable, "-c", CHILD, str(folder), *what], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert homes.kept_facts(folder)["step"] == LOUD
+    assert state_store.kept_facts(folder)["step"] == LOUD
     found, of_rest, again = run(folder, STEPS, options, LOUD)
     assert again == 1
     assert of_rest == {step: norm for step, norm in norms.items() if step >= LOUD}

@@ -90,14 +90,14 @@ def on_the_gpu(make, batch, accumulate=1, kind=HostAdamW):
 def streamed(make, batch, folder, accumulate=1, **options):
     """Losses and weights of a model that starts in host memory."""
     model = make()
-    home = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(model, device="cuda")
-    optimizer = home.optimizer(
+    session = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(model, device="cuda")
+    optimizer = session.optimizer(
         torch.optim.AdamW, accumulate=accumulate, options=EngineOptions(zero_missing=False, **options), **SETTINGS
     )
     losses = trained(model, optimizer, batch, accumulate)
-    weights = {name: values.clone() for name, values in home.engine.read_weights()}
-    home.close()
+    weights = {name: values.clone() for name, values in session.engine.read_weights()}
+    session.close()
     return losses, weights
 
 
@@ -205,9 +205,9 @@ def test_the_gpu_s_memory_does_not_grow_with_the_depth(tmp_path):
     peaks = []
     for depth in (3, 12):
         model = on_the_cpu.model(depth=depth, hidden=256)
-        with streaming(tmp_path / str(depth)) as home:
-            home.hook(model, device="cuda")
-            optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
+        with streaming(tmp_path / str(depth)) as session:
+            session.hook(model, device="cuda")
+            optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS)
             for number, ids in enumerate(on_the_cpu.batches(4)):
                 if number == 2:
                     gc.collect()
@@ -217,5 +217,5 @@ def test_the_gpu_s_memory_does_not_grow_with_the_depth(tmp_path):
                 model(ids.cuda()).backward()
                 optimizer.step()
             peaks.append(torch.cuda.max_memory_allocated() - before)
-            waiting = home.engine.updates.most_waiting_bytes  # of gradients, as far as the updates are behind
+            waiting = session.engine.updates.most_waiting_bytes  # of gradients, as far as the updates are behind
     assert peaks[1] <= peaks[0] + waiting

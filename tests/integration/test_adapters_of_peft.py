@@ -53,18 +53,18 @@ def test_adapters_train_save_and_go_on_as_in_memory(tmp_path, dtype):
     ours, theirs, again = (adapted(dtype, autocast_adapter_dtype=False) for _ in range(3))
     optimizer = AdamW(trained(theirs), lr=1e-2)
     expected = train(theirs, optimizer, range(3))
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        assert train(ours, home.optimizer(torch.optim.AdamW, trained(ours), lr=1e-2), range(3)) == expected
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        assert train(ours, session.optimizer(torch.optim.AdamW, trained(ours), lr=1e-2), range(3)) == expected
         assert_equal(peft.get_peft_model_state_dict(ours), peft.get_peft_model_state_dict(theirs))
         assert_equal(ours.state_dict(), theirs.state_dict())
         ours.save_pretrained(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(
         theirs.unload(), tmp_path / "adapter", autocast_adapter_dtype=False, is_trainable=True
     )
-    with streaming(tmp_path / "states", resume=True) as home:
-        home.hook(again)
-        found = train(again, home.optimizer(torch.optim.AdamW, trained(again), lr=1e-2), range(3, 5))
+    with streaming(tmp_path / "states", resume=True) as session:
+        session.hook(again)
+        found = train(again, session.optimizer(torch.optim.AdamW, trained(again), lr=1e-2), range(3, 5))
         settled = AdamW(trained(loaded), lr=1e-2)
         settled.load_state_dict(optimizer.state_dict())
         assert found == train(loaded, settled, range(3, 5))
@@ -73,22 +73,22 @@ def test_adapters_train_save_and_go_on_as_in_memory(tmp_path, dtype):
 
 def test_a_step_with_adapters_writes_what_it_trains(tmp_path):
     ours = adapted()
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(checkpoints="device"))
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(checkpoints="device"))
         train(ours, optimizer, range(2))
-        before = home.engine.transferred[1]
+        before = session.engine.transferred[1]
         train(ours, optimizer, [2])
         weight_and_moments = 3 * 4 * sum(parameter.numel() for parameter in trained(ours))
         # Each block's weights and states are whole units of direct I/O of 4 KiB; a record of the step comes to them.
-        assert home.engine.transferred[1] - before <= weight_and_moments + 3 * 3 * 4096 + (64 << 10)
-        assert home.engine.transferred[1] - before < sum(p.numel() for p in ours.parameters()) * 4 / 8
+        assert session.engine.transferred[1] - before <= weight_and_moments + 3 * 3 * 4096 + (64 << 10)
+        assert session.engine.transferred[1] - before < sum(p.numel() for p in ours.parameters()) * 4 / 8
 
 
 def test_adapters_of_another_type_than_the_model_are_refused_before_anything_moves(tmp_path):
     ours = adapted(torch.bfloat16)  # peft's default: adapters of a 16-bit model are fp32
-    home = streaming(tmp_path / "states")
-    home.hook(ours)
+    session = streaming(tmp_path / "states")
+    session.hook(ours)
     with pytest.raises(NotStreamable, match="autocast_adapter_dtype=False"):
-        home.optimizer(torch.optim.AdamW, lr=1e-2)
+        session.optimizer(torch.optim.AdamW, lr=1e-2)
     assert not (tmp_path / "states").exists()

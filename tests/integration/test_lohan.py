@@ -13,8 +13,8 @@ import torch
 from memascend import systems
 from memascend.cli import main
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.home import StateHome
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import StateStore
 from memascend.engine.streaming import streaming
 from memascend.memory.classes import class_of
 from memascend.memory.ledger import Ledger
@@ -255,7 +255,7 @@ def test_one_version_of_the_states_goes_on_after_a_kill_in_the_middle_of_an_upda
     losses = train(ours, 1)
     ours.keep({"step": 1, "random": random_state.as_json()})
     with monkeypatch.context() as killed:
-        commits, stock = [], StateHome.commit
+        commits, stock = [], StateStore.commit
 
         def commit(self, facts):
             stock(self, facts)
@@ -263,7 +263,7 @@ def test_one_version_of_the_states_goes_on_after_a_kill_in_the_middle_of_an_upda
             if len(commits) == 3:
                 raise KeyboardInterrupt
 
-        killed.setattr(StateHome, "commit", commit)
+        killed.setattr(StateStore, "commit", commit)
         with pytest.raises(KeyboardInterrupt):
             train(ours, 1)
     ours.engine.close()
@@ -282,15 +282,15 @@ def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
 
     torch.manual_seed(3)
     ours = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL | {"tie_word_embeddings": True}))
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-3)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-3)
         for ids in BATCHES:
             ours(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
         ours.save_pretrained(tmp_path / "trained")
         said = ours.generate(BATCHES[0][:, :4], max_new_tokens=4, do_sample=False)
-        weights = {name: values.clone() for name, values in home.engine.read_weights()}
+        weights = {name: values.clone() for name, values in session.engine.read_weights()}
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     assert torch.equal(saved.generate(BATCHES[0][:, :4], max_new_tokens=4, do_sample=False), said)
     for name, values in saved.named_parameters():
@@ -311,9 +311,9 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
     ours, theirs = made(), made()
     settings = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     plain = AdamW(theirs.parameters(), **settings)
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, options=options, **settings)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, options=options, **settings)
         for ids in BATCHES:
             losses = [each(input_ids=ids, labels=ids).loss for each in (ours, theirs)]
             for loss in losses:
@@ -322,7 +322,7 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
             plain.step()
             plain.zero_grad()
             assert losses[0].item() == losses[1].item()
-        for name, values in home.engine.read_weights():
+        for name, values in session.engine.read_weights():
             assert torch.equal(values, theirs.get_parameter(name)), name
         with torch.no_grad():
             filled = theirs(input_ids=BATCHES[0]).past_key_values

@@ -92,10 +92,10 @@ def train(of, optimizer, batches):
 def test_all_layers_are_streamed_and_what_is_saved_or_generated_is_that_of_training_in_memory(tmp_path, kind, blocks):
     ours = made(kind)
     theirs = copy.deepcopy(ours)
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
-        assert len(home.engine.units.blocks) == blocks
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS)
+        assert len(session.engine.units.blocks) == blocks
         train(ours, optimizer, data())
         train(theirs, AdamW(theirs.parameters(), **SETTINGS), data())
         whole, part = tmp_path / "whole", tmp_path / "part"
@@ -115,9 +115,9 @@ def test_all_layers_are_streamed_and_what_is_saved_or_generated_is_that_of_train
 
 def test_generate_and_save_pretrained_between_backward_and_step_are_refused_and_leave_nothing(tmp_path):
     ours, ids = made(llama), data(1)[0]
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS)
         ours(input_ids=ids, labels=ids).loss.backward()
         for use in (lambda: ours.generate(ids[:, :4], max_new_tokens=2), lambda: ours.save_pretrained(tmp_path / "no")):
             with pytest.raises(RuntimeError, match=r"call optimizer\.step\(\) first"):
@@ -125,7 +125,7 @@ def test_generate_and_save_pretrained_between_backward_and_step_are_refused_and_
         assert not list(tmp_path.glob("no/*.safetensors"))
         optimizer.step()
         assert ours.generate(ids[:, :4], max_new_tokens=2).shape == (2, 6)
-        assert home.steps == 1
+        assert session.steps == 1
 
 
 def trained_by_trainer(of, optimizer, folder, **options):
@@ -156,13 +156,13 @@ def trained_by_trainer(of, optimizer, folder, **options):
 )
 def test_the_trainer_of_transformers_clips_logs_and_evaluates_as_in_memory(tmp_path, options, arguments):
     ours, theirs = made(llama), made(llama)
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, wait=True, **SETTINGS, **options)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, wait=True, **SETTINGS, **options)
         found = trained_by_trainer(ours, optimizer, tmp_path / "ours", **arguments)
         other = AdamW(theirs.parameters(), **SETTINGS)
         expected = trained_by_trainer(theirs, other, tmp_path / "theirs", **arguments)
-        assert home.steps == 4 // options.get("accumulate", 1)
+        assert session.steps == 4 // options.get("accumulate", 1)
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -175,10 +175,10 @@ def test_what_the_trainer_of_transformers_needs_and_was_not_announced_is_one_lin
     tmp_path, options, arguments, message
 ):
     ours = made(llama)
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS, **options)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS, **options)
         with pytest.raises(RuntimeError, match=message) as refusal:
             trained_by_trainer(ours, optimizer, tmp_path / "ours", **arguments)
         assert "\n" not in str(refusal.value)
-        assert home.steps == 0
+        assert session.steps == 0

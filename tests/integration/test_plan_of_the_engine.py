@@ -60,8 +60,8 @@ def measured(config, spec, steps=2, clipped=0.0):
             read, written = (now - then for now, then in zip(backend.engine.transferred, before, strict=True))
             backend.engine.speculation.take_over({"steps": 16, "clipped": 16 * clipped})
             if config.saves_meanwhile:
-                save(backend, folder=backend.engine.home.folder.parent)
-        files = [path for path in backend.engine.home.folder.rglob("*") if path.is_file()]
+                save(backend, folder=backend.engine.state_store.folder.parent)
+        files = [path for path in backend.engine.state_store.folder.rglob("*") if path.is_file()]
         disk = sum(path.stat().st_blocks * 512 for path in files)
         host = ledger.peak("host", "reserved_bytes").bytes_
     finally:

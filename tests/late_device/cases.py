@@ -22,7 +22,7 @@ LATE = late_device()
 def streamed(of, folder, **options):
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
     groups = on_the_cpu.groups(of)
-    return StreamingEngine.start(of, folder / "home", groups, EngineOptions(**options), allocator=allocator)
+    return StreamingEngine.start(of, folder / "session", groups, EngineOptions(**options), allocator=allocator)
 
 
 def batches(count):
@@ -121,7 +121,7 @@ def test_a_home_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
     kept = {name: values.clone() for name, values in engine.read_weights()}
     engine.close()
     there = on_the_cpu.model()
-    again, _ = StreamingEngine.resume(there, tmp_path / "home", on_the_cpu.groups(there), EngineOptions())
+    again, _ = StreamingEngine.resume(there, tmp_path / "session", on_the_cpu.groups(there), EngineOptions())
     assert all(torch.equal(values, kept[name]) for name, values in again.read_weights())
     on_the_cpu.train(there, again, on_the_cpu.batches(1))
     again.close(destroy=True)

@@ -88,7 +88,7 @@ def assert_equal(engine, theirs):
 )
 def test_parameters_of_odd_sizes_are_aligned_and_train_to_the_same_bits(tmp_path, dtype, options):
     ours, theirs = made(dtype), made(dtype)
-    engine = opened(ours, tmp_path / "home", **options)
+    engine = opened(ours, tmp_path / "session", **options)
     train(ours, engine, range(3))
     for layer in ours.layers:
         assert set(layer.addresses.values()) == {0}, layer.addresses
@@ -108,11 +108,11 @@ def test_a_home_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatch
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
     with monkeypatch.context() as earlier:
         earlier.setattr(runtime, "_units", lambda *args: begun(*args[:3], False))
-        engine = opened(ours, tmp_path / "home")
+        engine = opened(ours, tmp_path / "session")
     assert all(unit.end == unit.numel for unit in engine.layout.units)
     train(ours, engine, range(2))
     engine.close()
-    engine, _ = opened(again, tmp_path / "home", StreamingEngine.resume)
+    engine, _ = opened(again, tmp_path / "session", StreamingEngine.resume)
     assert all(unit.end == unit.numel for unit in engine.layout.units)
     train(again, engine, range(2, 4))
     trained_in_memory(theirs, 4)

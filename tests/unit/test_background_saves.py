@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from memascend.engine import buffers
-from memascend.engine.home import StateHome
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saving import WEIGHTS, Target
 from memascend.engine.snapshot import Snapshot
+from memascend.engine.state_store import StateStore
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.completion import RequestCancelled
@@ -127,7 +127,7 @@ def test_a_save_has_the_step_that_it_was_begun_after_and_training_is_as_without_
 
 def test_a_save_of_weights_in_fp32_which_are_their_own_masters(tmp_path, lazy):
     ours = model()
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
     saved = Saved(engine, tmp_path / "save")
     train(ours, engine, range(2, 4))
@@ -159,7 +159,7 @@ def test_steps_that_are_rolled_back_and_done_again_leave_a_save_whole(tmp_path, 
 @pytest.mark.parametrize("versions", [1, 2])
 def test_a_step_that_fails_and_is_given_up_leaves_a_save_whole(tmp_path, lazy, small_buffer, versions):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=versions)
+    engine = begin(ours, tmp_path / "session", versions=versions)
     train(ours, engine, range(2))
     saved = Saved(engine, tmp_path / "save")
     before = contents(engine)
@@ -174,15 +174,15 @@ def test_a_step_that_fails_and_is_given_up_leaves_a_save_whole(tmp_path, lazy, s
 
 def test_a_save_begun_before_all_was_compared_goes_on_over_the_reopening(tmp_path, lazy, small_buffer):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
     engine.close()
     again = model(torch.bfloat16)
-    engine, _ = resume(again, tmp_path / "home", versions=2)
-    assert engine.home._compares
+    engine, _ = resume(again, tmp_path / "session", versions=2)
+    assert engine.state_store._compares
     saved = Saved(engine, tmp_path / "save")
     train(again, engine, range(2, 4))
-    assert not engine.home._compares
+    assert not engine.state_store._compares
     lazy.set()
     saved.assert_whole()
     engine.close()
@@ -190,15 +190,15 @@ def test_a_save_begun_before_all_was_compared_goes_on_over_the_reopening(tmp_pat
 
 def test_a_tensor_that_rotted_is_found_by_the_save_that_reads_it_first(tmp_path):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
     key = engine.layout.pieces[-1].key
-    (_, offset, _), *_ = engine.home._tier.engine.info(key).extents
+    (_, offset, _), *_ = engine.state_store._tier.engine.info(key).extents
     engine.close()
-    with (tmp_path / "home" / "states").open("r+b") as file:
+    with (tmp_path / "session" / "states").open("r+b") as file:
         file.seek(offset + 100)
         file.write(b"rot")
-    engine, _ = resume(model(torch.bfloat16), tmp_path / "home", versions=2)
+    engine, _ = resume(model(torch.bfloat16), tmp_path / "session", versions=2)
     names = [name for name, _ in engine.read_weights()]
     file = TensorPartsWriter(tmp_path / "weights", [])
     targets = {(name, "exp_avg"): [Target(file, name)] for name in names}
@@ -211,7 +211,7 @@ def test_a_tensor_that_rotted_is_found_by_the_save_that_reads_it_first(tmp_path)
 
 def test_frozen_weights_beside_trained_ones_are_saved(tmp_path, lazy, small_buffer):
     ours = partial.made(torch.bfloat16)
-    engine = partial.begin(ours, tmp_path / "home")
+    engine = partial.begin(ours, tmp_path / "session")
     partial.train(ours, engine, range(1))
     saved = Saved(engine, tmp_path / "save")
     partial.train(ours, engine, range(1, 3))
@@ -237,7 +237,7 @@ def test_a_matrix_that_lies_in_slices_is_saved_as_one_tensor(tmp_path, lazy, sma
 
 def test_only_one_save_runs_and_the_second_waits_for_the_first(tmp_path, lazy):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(1))
     first = Saved(engine, tmp_path / "first")
     train(ours, engine, range(1, 2))
@@ -252,7 +252,7 @@ def test_only_one_save_runs_and_the_second_waits_for_the_first(tmp_path, lazy):
 
 def test_a_save_between_backward_and_step_is_refused_and_after_the_step_it_is_not(tmp_path):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     ours(batch(0)).backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) first"):
         engine.save({}, lambda: None, lambda error: error)
@@ -295,8 +295,8 @@ def test_a_full_disk_ends_the_save_alone_and_says_so_to_whoever_waits_for_it(tmp
 
 def test_an_error_that_nobody_has_asked_for_is_the_next_save_s(tmp_path, monkeypatch):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
-    monkeypatch.setattr(StateHome, "read_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "cannot read")))
+    engine = begin(ours, tmp_path / "session", versions=2)
+    monkeypatch.setattr(StateStore, "read_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "cannot read")))
     saved = Saved(engine, tmp_path / "save")
     saved.save.join()
     monkeypatch.undo()
@@ -308,7 +308,7 @@ def test_an_error_that_nobody_has_asked_for_is_the_next_save_s(tmp_path, monkeyp
 
 def test_close_waits_for_the_save(tmp_path, lazy):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
+    engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(1))
     saved = Saved(engine, tmp_path / "save")
     threading.Timer(0.1, lazy.set).start()
@@ -318,8 +318,8 @@ def test_close_waits_for_the_save(tmp_path, lazy):
 
 def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same(tmp_path, monkeypatch):
     ours = model(torch.bfloat16)
-    engine = begin(ours, tmp_path / "home", versions=2)
-    entered, read = threading.Event(), StateHome.read_part
+    engine = begin(ours, tmp_path / "session", versions=2)
+    entered, read = threading.Event(), StateStore.read_part
 
     def slow(self, *part):
         entered.set()
@@ -329,7 +329,7 @@ def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same
         assert entered.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StateHome, "read_part", slow)
+    monkeypatch.setattr(StateStore, "read_part", slow)
     monkeypatch.setattr(Snapshot, "copied", lambda *_: None)  # so that there is always more to copy
     saved = Saved(engine, tmp_path / "save")
     joined = type(saved.save).join
@@ -340,7 +340,7 @@ def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same
     with pytest.raises(RequestCancelled, match="was stopped"):
         saved.save.wait()
     assert saved.ends == ["given up"]
-    resume(model(torch.bfloat16), tmp_path / "home", versions=2)[0].close()
+    resume(model(torch.bfloat16), tmp_path / "session", versions=2)[0].close()
 
 
 def test_the_save_s_memory_is_one_small_buffer_which_the_ledger_has(tmp_path):
@@ -348,7 +348,7 @@ def test_the_save_s_memory_is_one_small_buffer_which_the_ledger_has(tmp_path):
     ours = model(torch.bfloat16)
     groups = [{"params": list(ours.parameters()), "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
     engine = StreamingEngine.start(
-        ours, tmp_path / "home", groups, EngineOptions(), allocator=PageAlignedPinnedAllocator(ledger, lock=False)
+        ours, tmp_path / "session", groups, EngineOptions(), allocator=PageAlignedPinnedAllocator(ledger, lock=False)
     )
     before = ledger.peak("host", "reserved_bytes").bytes_
     for number in range(2):
@@ -370,7 +370,7 @@ def test_a_step_s_bytes_are_those_of_a_step_without_a_save(tmp_path):
         before = engine.transferred
         if saves:
             Saved(engine, tmp_path / "save").assert_whole()
-            assert engine.home.since_opened.bytes_read > engine.home.transferred[0]
+            assert engine.state_store.since_opened.bytes_read > engine.state_store.transferred[0]
         moved.append(tuple(now - then for now, then in zip(engine.transferred, before, strict=True)))
         engine.close()
     assert moved == [(0, 0), moved[1]]
@@ -385,7 +385,7 @@ def test_a_model_without_trained_parameters_in_a_unit_is_saved(tmp_path, lazy):
     start = copy.deepcopy(ours.state_dict())
     groups = [{"params": [p for p in ours.parameters() if p.requires_grad], "lr": 1e-3}]
     groups[0] |= {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    engine = StreamingEngine.start(ours, tmp_path / "home", groups, EngineOptions())
+    engine = StreamingEngine.start(ours, tmp_path / "session", groups, EngineOptions())
     saved = Saved(engine, tmp_path / "save")
     ours(torch.randn(4, 64)).square().mean().backward()
     engine.finish_step()

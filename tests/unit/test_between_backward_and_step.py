@@ -27,66 +27,66 @@ def evaluate_a_part(of, ids):
 
 
 READS = {
-    "evaluation": lambda home, optimizer, of, ids: evaluate(of, ids),
-    "evaluation of a part": lambda home, optimizer, of, ids: evaluate_a_part(of, ids),
-    "state_dict": lambda home, optimizer, of, ids: of.state_dict(),
-    "read_weights": lambda home, optimizer, of, ids: list(home.engine.read_weights()),
-    "read_states": lambda home, optimizer, of, ids: home.engine.read_states("head.weight"),
-    "optimizer.state_dict": lambda home, optimizer, of, ids: optimizer.state_dict(),
+    "evaluation": lambda session, optimizer, of, ids: evaluate(of, ids),
+    "evaluation of a part": lambda session, optimizer, of, ids: evaluate_a_part(of, ids),
+    "state_dict": lambda session, optimizer, of, ids: of.state_dict(),
+    "read_weights": lambda session, optimizer, of, ids: list(session.engine.read_weights()),
+    "read_states": lambda session, optimizer, of, ids: session.engine.read_states("head.weight"),
+    "optimizer.state_dict": lambda session, optimizer, of, ids: optimizer.state_dict(),
 }
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_what_would_see_a_half_updated_model_is_refused_and_the_step_is_completed_as_ever(tmp_path, read):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     for number, ids in enumerate(data):
         ours(ids).backward()
         if number == 1:
             with pytest.raises(RuntimeError, match=STEP_FIRST):
-                read(home, optimizer, ours, ids)
+                read(session, optimizer, ours, ids)
         optimizer.step()
-        read(home, optimizer, ours, ids)
+        read(session, optimizer, ours, ids)
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize("options", [{"wait": True}, {"clip": 0.5}, {"accumulate": 2}], ids=str)
 def test_where_gradients_wait_all_of_them_see_the_last_completed_step(tmp_path, options):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", **options)
+    session, optimizer = begin(ours, tmp_path / "run", **options)
     passes = options.get("accumulate", 1)
     for _ in range(passes):
         ours(data[0]).backward()
     optimizer.step()
     before = evaluate(ours, data[1])
     weights = {name: values.clone() for name, values in ours.state_dict().items()}
-    states = {name: values.clone() for name, values in home.engine.read_states("head.weight").items()}
+    states = {name: values.clone() for name, values in session.engine.read_states("head.weight").items()}
     ours(data[1]).backward()
     assert evaluate(ours, data[1]) == before
     assert all(torch.equal(values, weights[name]) for name, values in ours.state_dict().items())
-    assert all(torch.equal(values, states[name]) for name, values in home.engine.read_states("head.weight").items())
+    assert all(torch.equal(values, states[name]) for name, values in session.engine.read_states("head.weight").items())
     assert optimizer.state_dict()["state"][0]["step"] == 1
     for _ in range(passes - 1):
         ours(data[1]).backward()
     optimizer.step()
-    home.close()
+    session.close()
     reference, other = begin(theirs, tmp_path / "other", **options)  # the same without a look
     for ids in data[:2]:
         for _ in range(passes):
             theirs(ids).backward()
         other.step()
     again = model(seed=5)
-    home, _ = begin(again, tmp_path / "run", resume=True, **options)
+    session, _ = begin(again, tmp_path / "run", resume=True, **options)
     expected = theirs.state_dict()
     assert all(torch.equal(values, expected[name]) for name, values in again.state_dict().items())
-    home.close(), reference.close()
+    session.close(), reference.close()
 
 
 def test_states_are_not_replaced_between_backward_and_step(tmp_path):
     ours, data = model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     loop(ours, optimizer, data[:1])
     saved = optimizer.state_dict()
     ours(data[1]).backward()
@@ -94,12 +94,12 @@ def test_states_are_not_replaced_between_backward_and_step(tmp_path):
         optimizer.load_state_dict(saved)
     optimizer.zero_grad()
     optimizer.load_state_dict(saved)
-    home.close()
+    session.close()
 
 
 def test_after_an_error_in_the_loop_the_last_completed_step_is_saved(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
 
     def interrupt(_):
@@ -111,13 +111,13 @@ def test_after_an_error_in_the_loop_the_last_completed_step_is_saved(tmp_path):
     rescued = ours.state_dict()
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data[:1])
     assert all(torch.equal(rescued[name], values) for name, values in theirs.state_dict().items())
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"accumulate": 2}], ids=str)
 def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_is_completed(tmp_path, options):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", **options)
+    session, optimizer = begin(ours, tmp_path / "run", **options)
     passes = options.get("accumulate", 1)
     for _ in range(passes):
         ours(data[0]).backward()
@@ -127,7 +127,7 @@ def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_i
 
     with pytest.raises(RuntimeError, match=r"accumulate="):
         one_more()
-    assert home.steps == 0
+    assert session.steps == 0
     optimizer.zero_grad()
     for ids in data:
         for _ in range(passes):
@@ -138,17 +138,17 @@ def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_i
         for _ in range(passes):
             (theirs(ids) / passes).backward()
         other.step()
-    assert home.steps == 2
+    assert session.steps == 2
     expected = theirs.state_dict()
     assert all(torch.equal(values, expected[name]) for name, values in ours.state_dict().items())
-    home.close(), reference.close()
+    session.close(), reference.close()
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(tmp_path, wait):
     """The refused pass leaves nothing behind, not even the gradient with which it began."""
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+    session, optimizer = begin(ours, tmp_path / "run", wait=wait)
     first, second = ours(data[0]), ours(data[1])
     first.backward()
     with pytest.raises(RuntimeError, match="backward pass 2 of a step that was set to have 1"):
@@ -157,25 +157,29 @@ def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(t
     optimizer.step()
     loop(ours, optimizer, data[2:])
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_what_the_options_ask_for_holds_where_the_call_does_not_name_it(tmp_path):
-    home, _ = begin(model(), tmp_path / "run", options=EngineOptions(accumulate=3, clip=0.5), wait=True)
-    assert (home.engine.options.accumulate, home.engine.options.clip, home.engine.options.wait) == (3, 0.5, True)
-    home.close()
+    session, _ = begin(model(), tmp_path / "run", options=EngineOptions(accumulate=3, clip=0.5), wait=True)
+    assert (session.engine.options.accumulate, session.engine.options.clip, session.engine.options.wait) == (
+        3,
+        0.5,
+        True,
+    )
+    session.close()
 
 
 def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
     ours, data = model(), batches(2)
-    home, _ = begin(ours, tmp_path / "run", options=EngineOptions(implicit_step=True))
+    session, _ = begin(ours, tmp_path / "run", options=EngineOptions(implicit_step=True))
     for ids in data:
         ours(ids).backward()
-    assert home.steps == 1
+    assert session.steps == 1
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"has no graph.*: call optimizer\.step\(\) first \("):
         ours(data[0])
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -183,7 +187,7 @@ def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
 def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path, way, tied):
     """What the second backward pass needs of the modules outside of the blocks is still there."""
     ours, theirs, data = model(tied=tied), model(tied=tied), batches(4)
-    home, optimizer = begin(ours, tmp_path / "run", accumulate=2)
+    session, optimizer = begin(ours, tmp_path / "run", accumulate=2)
     for of, made in ((theirs, AdamW(theirs.parameters(), **SETTINGS)), (ours, optimizer)):
         for number in (0, 2):
             made.zero_grad()
@@ -192,27 +196,27 @@ def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path
             first.backward(retain_graph=way != "two graphs")
             second.backward()
             made.step()
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad"])
 def test_a_backward_pass_without_gradients_of_parameters_is_forgotten_with_its_step(tmp_path, end):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     torch.autograd.grad(ours(data[0]), [ours.norm.weight])
     getattr(optimizer, end)()
     loop(ours, optimizer, data)
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_frozen_stays_as_it_is(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
     for of in (ours, theirs):
         of.layers[1].requires_grad_(False)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
     ours.layers[1].up.weight.requires_grad_(True)
     with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight was frozen when the optimizer was created"):
@@ -224,14 +228,14 @@ def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_fr
         of.layers[2].requires_grad_(False)
     loop(ours, optimizer, data[1:])
     loop(theirs, made, data[1:])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
     """torch finds that the weights were changed in place."""
     ours, data = model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     first, second = ours(data[0]), ours(data[1])
     first.backward()
     optimizer.step()
@@ -240,24 +244,24 @@ def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
     loop(ours, optimizer, data[1:])
     theirs = model()
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_part_s_graph_from_before_the_last_step_is_one_line(tmp_path):
     ours, data = model(), batches(1)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     kept = ours.layers[0](torch.ones(1, 2, 32), scale=torch.tensor(0.5)).sum()
     loop(ours, optimizer, data)
     with pytest.raises(RuntimeError, match=r"graph from before the last optimizer\.step\(\)"):
         kept.backward()
-    home.close()
+    session.close()
 
 
 def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
     """Weights of modules outside of blocks are gone then; a zero_grad() before backward() gives nothing up."""
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     first, second = ours(data[0]), ours(data[1])
     first.backward()
     optimizer.zero_grad()
@@ -270,13 +274,13 @@ def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
             updates.zero_grad()
             loss.backward()
             updates.step()
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_settings_changed_between_backward_and_step_are_one_line_where_updates_had_begun(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
     ours(data[1]).backward()
     optimizer.param_groups[0]["lr"] *= 0.5
@@ -288,13 +292,13 @@ def test_settings_changed_between_backward_and_step_are_one_line_where_updates_h
     loop(theirs, other, data[:1])
     other.param_groups[0]["lr"] *= 0.5
     loop(theirs, other, data[1:])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_settings_changed_before_step_are_used_where_gradients_wait(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     other = AdamW(theirs.parameters(), **SETTINGS)
     for ids in data:
         for of, updates in ((ours, optimizer), (theirs, other)):
@@ -302,17 +306,17 @@ def test_settings_changed_before_step_are_used_where_gradients_wait(tmp_path):
             of(ids).backward()
             updates.param_groups[0]["lr"] *= 0.5
             updates.step()
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"accumulate": 2}], ids=str)
 def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
     ours, theirs, data = model(), model(), batches(1)
-    home, _ = begin(ours, tmp_path / "run", **options)
+    session, _ = begin(ours, tmp_path / "run", **options)
     with torch.inference_mode():
         assert ours(data[0]).item() == theirs(data[0]).item()
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize(
@@ -327,12 +331,12 @@ def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its first jvp
 def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_path, transform):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     scale = torch.ones(())
     with pytest.raises(NotStreamable, match=r"^torch\.func \(grad, vjp, jvp, vmap and the like\) needs copies"):
         transform(lambda factor: ours(data[0]) * factor, scale)
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize(
@@ -345,19 +349,19 @@ def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_pa
 )
 def test_a_gradient_that_is_asked_of_one_parameter_is_refused_with_what_to_call(tmp_path, ask):
     ours, data = model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     with pytest.raises(NotStreamable, match=r"streamed parameter \(layers\.0\..*\): call loss\.backward\(\)"):
         ask(ours(data[0]), next(ours.layers[0].parameters()))
     optimizer.zero_grad()
     loop(ours, optimizer, data)
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(tmp_path, arm):
     """As GradNorm's: over the graph of the loss that the pass then goes through."""
     ours, theirs, data = model(), model(), batches(4)
-    home, optimizer = begin(ours, tmp_path / "run", accumulate=2, options=EngineOptions(arm=arm))
+    session, optimizer = begin(ours, tmp_path / "run", accumulate=2, options=EngineOptions(arm=arm))
     other = AdamW(theirs.parameters(), **SETTINGS)
     for of, updates in ((ours, optimizer), (theirs, other)):
         for number, ids in enumerate(data):
@@ -370,15 +374,15 @@ def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(
             if number % 2:
                 updates.step()
                 updates.zero_grad()
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
 def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
     """Saliency, adversarial examples."""
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", **options)
+    session, optimizer = begin(ours, tmp_path / "run", **options)
     other = AdamW(theirs.parameters(), **SETTINGS)
     for of, updates in ((ours, optimizer), (theirs, other)):
         for ids in data:
@@ -392,5 +396,5 @@ def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, option
             (of(ids) * (1 + found.square().sum())).backward()
             updates.step()
     assert torch.equal(ours.last, theirs.last)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()

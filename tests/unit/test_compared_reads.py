@@ -3,50 +3,50 @@
 import pytest
 import torch
 
-from memascend.engine.home import StateHome
+from memascend.engine.state_store import StateStore
 from memascend.storage.errors import StorageError
 from tests.unit.test_one_version import begin, contents, model, resume, train
 
 
 def test_a_tensor_that_rotted_between_two_processes_is_named_when_it_is_first_read(tmp_path):
-    home = StateHome.create(tmp_path / "states", "test", [4096, 4096])
+    store = StateStore.create(tmp_path / "states", "test", [4096, 4096])
     values = torch.arange(1024, dtype=torch.float32)
     for key in ("good", "rotten"):
-        home.write(key, values).wait()
-    home.commit({})
-    (_, offset, _), *_ = home._tier.engine.info("rotten").extents
-    home.close()
+        store.write(key, values).wait()
+    store.commit({})
+    (_, offset, _), *_ = store._tier.engine.info("rotten").extents
+    store.close()
     with (tmp_path / "states" / "states").open("r+b") as file:
         file.seek(offset + 100)
         file.write(b"rot")
-    home = StateHome.open(tmp_path / "states", "test")
+    store = StateStore.open(tmp_path / "states", "test")
     found = torch.empty(1024)
-    home.read("good", found).wait()
+    store.read("good", found).wait()
     assert torch.equal(found, values)
-    assert not home.all_compared
+    assert not store.all_compared
     with pytest.raises(StorageError, match=r"'rotten'.*checksum"):
-        home.read("rotten", found).wait()
-    home.close()
+        store.read("rotten", found).wait()
+    store.close()
 
 
 def test_after_the_first_step_that_read_everything_nothing_is_compared_and_the_bits_are_the_same(tmp_path):
     whole, ours = model(), model()
     first, other = begin(whole, tmp_path / "whole", versions=2), begin(ours, tmp_path / "ours", versions=2)
-    assert first.home._tier.engine.config.checksums == "write"
+    assert first.state_store._tier.engine.config.checksums == "write"
     train(whole, first, range(4))
     train(ours, other, range(1))
     other.close()
     again = model()
     other, _ = resume(again, tmp_path / "ours", versions=2)
-    assert other.home._tier.engine.config.checksums == "auto"
+    assert other.state_store._tier.engine.config.checksums == "auto"
     train(again, other, range(1, 3))
-    assert other.home._tier.engine.config.checksums == "write"
+    assert other.state_store._tier.engine.config.checksums == "write"
     moved = other.transferred
     train(again, other, range(3, 4))
     assert min(b - a for a, b in zip(moved, other.transferred, strict=True)) > 0
     found, expected = contents(other), contents(first)
     assert all(torch.equal(found[0][name], values) for name, values in expected[0].items())
     assert found[2] == expected[2]
-    assert all(stored.checksum is not None for _, stored in other.home._tier.engine.items())
+    assert all(stored.checksum is not None for _, stored in other.state_store._tier.engine.items())
     first.close()
     other.close()

@@ -52,7 +52,7 @@ def plain_gradient():
 def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, manager, swap, number, method):
     ours, theirs, data = model(depth=2), model(depth=2), batches(4)
     plain = AdamW(theirs.parameters(), **SETTINGS)
-    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(swap=swap))
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(swap=swap))
     assert loop(ours, optimizer, data[:2]) == loop(theirs, plain, data[:2])
     with monkeypatch.context() as patched:
         interrupt(patched, manager, method, number)
@@ -60,12 +60,12 @@ def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, m
             ours(data[2]).backward()
     optimizer.zero_grad()
     assert _get_current_dispatch_mode_stack() == []
-    assert home.steps == 2
+    assert session.steps == 2
     alone = plain_gradient()
     assert loop(ours, optimizer, data[2:]) == loop(theirs, plain, data[2:])
     assert torch.equal(plain_gradient(), alone)
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
     assert torch.equal(plain_gradient(), alone)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert _get_current_dispatch_mode_stack() == []

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.home import NotThisModel
 from memascend.engine.layout import Kind, UnitParameters, make_layout
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.state_store import NotThisModel
 from memascend.ops.adamw import ROUNDING_SEED
 from memascend.ops.adamw8 import AdamW8bit, decode_moments, rounding_bounds
 from tests.unit.test_streaming_engine import SETTINGS, assert_equal, batches, groups, model, streamed, train
@@ -158,7 +158,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     ours(data[2]).backward()  # a step that never ends
     engine.close()
     again = odd(seed=5)
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), EIGHT)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), EIGHT)
     train(again, engine, data[2:])
     _, optimizer = train_in_memory(theirs, data)
     assert_states_equal(engine, theirs, optimizer)
@@ -172,10 +172,10 @@ def test_a_home_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
     with pytest.raises(
         NotThisModel, match=f"its states are {made}, and this model's {asked}. Create the model"
     ) as error:
-        StreamingEngine.resume(again, tmp_path / "home", groups(again), EngineOptions(states=getattr(torch, asked)))
+        StreamingEngine.resume(again, tmp_path / "session", groups(again), EngineOptions(states=getattr(torch, asked)))
     assert "\n" not in str(error.value)
     options = EngineOptions(states=getattr(torch, made))
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), options)
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), options)
     assert_equal(engine, odd())
     engine.close()
 
@@ -193,11 +193,11 @@ def test_weights_that_are_no_master_are_refused_before_anything_has_moved(tmp_pa
 
 def test_a_state_dict_goes_on_in_another_folder_and_in_memory(tmp_path):
     data, ours, theirs = batches(4), odd(), odd()
-    home, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
+    session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     other = in_memory(theirs)
     assert loop(ours, optimizer, data[:2]) == loop(theirs, other, data[:2])
     saved, weights = optimizer.state_dict(), ours.state_dict()
-    home.remove()
+    session.remove()
     expected = other.state_dict()["state"]
     assert saved["state"].keys() == expected.keys()
     for number, state in expected.items():
@@ -207,13 +207,13 @@ def test_a_state_dict_goes_on_in_another_folder_and_in_memory(tmp_path):
     plain = odd(seed=9)
     plain.load_state_dict(weights)
     again = copy.deepcopy(plain)
-    home, optimizer = begin(again, tmp_path / "again", options=EIGHT)
+    session, optimizer = begin(again, tmp_path / "again", options=EIGHT)
     optimizer.load_state_dict(saved)
     memory = in_memory(plain)
     memory.load_state_dict(saved)
     assert loop(again, optimizer, data[2:]) == loop(theirs, other, data[2:]) == loop(plain, memory, data[2:])
-    assert_equal(home.engine, theirs)
-    home.close()
+    assert_equal(session.engine, theirs)
+    session.close()
 
 
 def of_torch(of, data):
@@ -225,18 +225,18 @@ def of_torch(of, data):
 
 def test_numbers_of_another_optimizer_become_codes_within_the_rounding(tmp_path):
     ours, saved = odd(hidden=168), of_torch(odd(hidden=168), batches(2))
-    home, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
+    session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     optimizer.load_state_dict(saved)
-    assert home.steps == 2
+    assert session.steps == 2
     for number, name in enumerate(name for name, _ in ours.named_parameters()):
-        found, wanted = home.engine.read_states(name), saved["state"][number]
+        found, wanted = session.engine.read_states(name), saved["state"][number]
         momentum, variance = decode_moments(found["exp_avg"], found["exp_avg_sq"], found["scales"].view(-1, 2))
         of_momentum, of_root = rounding_bounds(wanted["exp_avg"].flatten(), wanted["exp_avg_sq"].flatten())
         assert ((momentum - wanted["exp_avg"].flatten().float()).abs() <= of_momentum).all()
         root = wanted["exp_avg_sq"].flatten().float().sqrt()
         assert ((variance.sqrt() - root).abs() <= torch.maximum(of_root, torch.tensor(2.0**-120))).all()
     loop(ours, optimizer, batches(1))
-    home.close()
+    session.close()
 
 
 def changed(saved, key, value):
@@ -247,7 +247,7 @@ def changed(saved, key, value):
 
 def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
     ours, numbers = odd(), of_torch(odd(), batches(1))
-    home, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
+    session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     loop(ours, optimizer, batches(1))
     codes = optimizer.state_dict()
     variance, scales = numbers["state"][0]["exp_avg_sq"], codes["state"][0]["scales"]
@@ -264,14 +264,14 @@ def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
         assert "\n" not in str(error.value)
     for number, state in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, codes["state"][number][key]) for key, value in state.items())
-    home.close()
+    session.close()
 
 
 def test_codes_are_refused_where_moments_are_numbers(tmp_path):
     ours, theirs = odd(), odd()
     other = in_memory(theirs)
     loop(theirs, other, batches(1))
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     with pytest.raises(ValueError, match="8-bit codes in the loaded state, but float32 here: decode them"):
         optimizer.load_state_dict(other.state_dict())
-    home.close()
+    session.close()

@@ -63,7 +63,7 @@ def batches(count):
 def streamed(of, folder, ledger=None, **options):
     groups = [{"params": list(of.parameters()), **SETTINGS}]
     allocator = PageAlignedPinnedAllocator(ledger or Ledger(), lock=False)
-    return StreamingEngine.start(of, folder / "home", groups, EngineOptions(**options), allocator=allocator)
+    return StreamingEngine.start(of, folder / "session", groups, EngineOptions(**options), allocator=allocator)
 
 
 def train(of, finish, data):

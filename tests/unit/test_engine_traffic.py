@@ -47,10 +47,10 @@ def moved_and_counted(folder, dtype=torch.float32, model=None, **options):
     words = made.embedding.num_embeddings
     ids = torch.arange(TOKENS) * (words // TOKENS or 1) % words  # every slice has some
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
-    with streaming(folder, allocator=allocator) as home:
-        home.hook(made)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-3, options=EngineOptions(**{"versions": 2, **options}))
-        engine = home.engine
+    with streaming(folder, allocator=allocator) as session:
+        session.hook(made)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-3, options=EngineOptions(**{"versions": 2, **options}))
+        engine = session.engine
         for _ in range(3):
             before = engine.transferred
             for _ in range(engine.options.accumulate):

@@ -44,9 +44,9 @@ from memascend import NotStreamable, streaming
 from tests.unit.test_streaming_engine import batches, model
 
 ours = model()
-home = streaming(folder.name + "/run")
-home.hook(ours)
-optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+session = streaming(folder.name + "/run")
+session.hook(ours)
+optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
 one, two = batches(2)
 
 def is_refused(parameter):
@@ -68,7 +68,7 @@ class Asks(Dataset):
                 use()
             except RuntimeError as error:
                 told.append(str(error))
-        home.remove()
+        session.remove()
         return values, told
 
 def assert_refused():
@@ -168,7 +168,7 @@ def test_each_read_of_a_streamed_model_checks_once_that_this_is_its_process_and_
         + """
 ours(one).backward()
 optimizer.step()
-weights, checks = home.engine.weights, []
+weights, checks = session.engine.weights, []
 check = weights.require_own_process
 weights.require_own_process = lambda: (checks.append(0), check())
 
@@ -178,10 +178,10 @@ def count(use):
     return len(checks)
 
 parameters = len(list(ours.parameters()))
-assert count(lambda: list(home.engine.read_weights())) == parameters
+assert count(lambda: list(session.engine.read_weights())) == parameters
 assert count(ours.state_dict) == parameters
-assert count(lambda: home.engine.read_states("head.weight")) == 1
-unit = home.engine.layout.units[0]
+assert count(lambda: session.engine.read_states("head.weight")) == 1
+unit = session.engine.layout.units[0]
 assert count(lambda: weights.take(unit)) == 1
 weights.give_back(unit)
 
@@ -191,12 +191,12 @@ def read_on():
     except RuntimeError as error:
         return 7 * ("is a fork of it" in str(error))
 
-reading = home.engine.read_weights()
+reading = session.engine.read_weights()
 assert in_child(read_on) == 7
 next(reading)
 assert in_child(read_on) == 7
 reading.close()
-home.remove()
+session.remove()
 """
     )
 
@@ -213,15 +213,15 @@ loss = ours(two)
 assert_refused()
 loss.backward()
 optimizer.step()
-found = {name: values.clone() for name, values in home.engine.read_weights()}
-home.remove()
+found = {name: values.clone() for name, values in session.engine.read_weights()}
+session.remove()
 theirs = model()
-with streaming(folder.name + "/alone") as home:
-    home.hook(theirs)
-    optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+with streaming(folder.name + "/alone") as session:
+    session.hook(theirs)
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     for ids in (one, two):
         theirs(ids).backward()
         optimizer.step()
-    assert all(torch.equal(found[name], values) for name, values in home.engine.read_weights())
+    assert all(torch.equal(found[name], values) for name, values in session.engine.read_weights())
 """
     )

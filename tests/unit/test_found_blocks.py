@@ -205,7 +205,7 @@ def started(of, folder, way=StreamingEngine.start):
 @pytest.mark.parametrize("kind", MODELS, ids=NAMES)
 def test_all_lists_of_layers_train_as_in_memory_to_the_bit(tmp_path, kind):
     ours, theirs = made(kind), made(kind)
-    engine, optimizer = started(ours, tmp_path / "home"), AdamW(theirs.parameters(), **SETTINGS)
+    engine, optimizer = started(ours, tmp_path / "session"), AdamW(theirs.parameters(), **SETTINGS)
     for ids in data():
         ours(ids).backward()
         engine.finish_step()
@@ -241,7 +241,7 @@ def test_lists_that_share_a_parameter_with_the_outside_and_small_ones_stay_whole
 def test_what_is_kept_whole_is_said_once_with_its_size(tmp_path, caplog):
     of = EncoderDecoder()
     with caplog.at_level(logging.INFO, "memascend"):
-        engine = started(of, tmp_path / "home")
+        engine = started(of, tmp_path / "session")
     (said,) = [r.message for r in caplog.records if "in memory as a whole" in r.message]
     whole = [of.embedding, of.head, of.encoder.norm, of.decoder.norm]
     size = sum(p.numel() * 4 for module in whole for p in module.parameters()) / 2**20
@@ -254,7 +254,7 @@ def test_a_home_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
     ours, ids = made(EncoderDecoder), data(1)[0]
     engine = StreamingEngine.start(
         ours,
-        tmp_path / "home",
+        tmp_path / "session",
         groups(ours),
         blocks=largest_list(ours),
         allocator=PageAlignedPinnedAllocator(Ledger(), lock=False),
@@ -264,7 +264,7 @@ def test_a_home_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
     expected = {name: values.clone() for name, values in engine.read_weights()}
     engine.close()
     again = made(EncoderDecoder, seed=4)
-    engine, _ = started(again, tmp_path / "home", StreamingEngine.resume)
+    engine, _ = started(again, tmp_path / "session", StreamingEngine.resume)
     assert engine.units.blocks == list(again.encoder.layers)
     assert all(torch.equal(values, expected[name]) for name, values in engine.read_weights())
     engine.close()

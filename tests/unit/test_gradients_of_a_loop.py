@@ -58,13 +58,13 @@ CLIPPERS = {
 @pytest.mark.parametrize("clip", CLIPPERS.values(), ids=CLIPPERS)
 def test_clipping_under_any_name_and_of_any_part_is_torch_s(tmp_path, clip):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     expected = train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, clip)
     for found, norm in zip(train(ours, optimizer, data, clip), expected, strict=True):
         assert torch.allclose(found, norm, rtol=1e-5)
-    for name, values in home.engine.read_weights():
+    for name, values in session.engine.read_weights():
         assert torch.allclose(values, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-6), name
-    home.close()
+    session.close()
 
 
 def scaled(of):
@@ -76,7 +76,7 @@ def scaled(of):
 
 def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     train(ours, optimizer, data, scaled)
 
     def the_same(of):  # one factor: a product of two rounds twice
@@ -85,13 +85,13 @@ def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_pat
             p.grad.mul_(factor * 0.3 if number % 2 else factor)
 
     train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, the_same)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_loop_over_norms_sees_those_of_torch(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
 
     def norms(of):
         return torch.stack([p.grad.norm() for p in of.parameters() if p.grad is not None])
@@ -100,7 +100,7 @@ def test_a_loop_over_norms_sees_those_of_torch(tmp_path):
     for found, each in zip(train(ours, optimizer, data, norms), expected, strict=True):
         assert len(found) == len(list(ours.parameters()))
         assert torch.allclose(found, each, rtol=1e-5)
-    home.close()
+    session.close()
 
 
 REFUSED = {
@@ -122,7 +122,7 @@ REFUSED = {
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "as they come"])
 def test_what_cannot_be_done_to_gradients_is_one_line_and_the_step_goes_on(tmp_path, look, wait):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+    session, optimizer = begin(ours, tmp_path / "run", wait=wait)
 
     def refused(of):
         scaled = wait and look is REFUSED["a loss scaler"]
@@ -133,14 +133,14 @@ def test_what_cannot_be_done_to_gradients_is_one_line_and_the_step_goes_on(tmp_p
 
     train(ours, optimizer, data, refused)
     train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, lambda of: None)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_keeps_it(tmp_path):
     """torch would find None, clip nothing and return 0."""
     ours, data = model(), batches(1)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     assert all(p.grad is None for p in ours.parameters())
     ours(data[0]).backward()
     for look in (lambda: clip_grad_norm_(ours.parameters(), 1.0), lambda: [p.grad for p in ours.parameters()]):
@@ -151,62 +151,62 @@ def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_kee
         [p.grad for p in ours.parameters()]
     optimizer.zero_grad()
     assert all(p.grad is None for p in ours.parameters())
-    home.close()
+    session.close()
 
 
 def test_before_the_last_pass_of_a_step_a_gradient_is_not_whole(tmp_path):
     ours, data = model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True, accumulate=2)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True, accumulate=2)
     ours(data[0]).backward()
     with pytest.raises(RuntimeError, match="incomplete before the last of 2 backward passes"):
         clip_grad_norm_(ours.parameters(), 1.0)
     ours(data[1]).backward()
     assert clip_grad_norm_(ours.parameters(), 1.0) > 0
     optimizer.step()
-    home.close()
+    session.close()
 
 
 def test_a_parameter_without_a_gradient_has_none(tmp_path):
     ours = model()
     ours.layers[1].norm.weight.requires_grad_(False)
-    home, _ = begin(ours, tmp_path / "run", wait=True)
+    session, _ = begin(ours, tmp_path / "run", wait=True)
     ours(batches(1)[0]).backward()
     assert ours.layers[1].norm.weight.grad is None
     assert [p.grad is None for p in ours.parameters()].count(True) == 1
-    home.close()
+    session.close()
 
 
 def test_a_hook_of_the_user_s_sees_the_gradient_as_it_comes(tmp_path):
     ours, theirs, data, found = model(), model(), batches(1), {}
     for name, p in ours.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: p.grad.clone()}))
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     ours(data[0]).backward()
     theirs(data[0]).backward()
     assert all(torch.equal(found[name], p.grad) for name, p in theirs.named_parameters())
     optimizer.step()
-    home.close()
+    session.close()
 
 
 def test_a_hook_that_takes_a_gradient_away_is_one_line(tmp_path):
     ours = model()
     ours.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    home, _ = begin(ours, tmp_path / "run")
+    session, _ = begin(ours, tmp_path / "run")
     with pytest.raises(NotStreamable, match=r"took the gradient of norm\.weight before"):
         ours(batches(1)[0]).backward()
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_models_end_in_any_order_and_leave_torch_and_their_parameters_as_they_were(tmp_path, first):
     stock = torch.nn.utils.clip_grad.clip_grad_norm_
     models = [model(), model(seed=1)]
-    homes = [begin(of, tmp_path / str(n), wait=True)[0] for n, of in enumerate(models)]
-    homes[first].close()
+    sessions = [begin(of, tmp_path / str(n), wait=True)[0] for n, of in enumerate(models)]
+    sessions[first].close()
     other = models[1 - first]
     other(batches(1)[0]).backward()
     assert clip_grad_norm_(other.parameters(), 1.0) > 0
-    homes[1 - first].close()
+    sessions[1 - first].close()
     assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is stock is clip_grad_norm_
     for of in models:
         assert all(type(p) is torch.nn.Parameter and p.grad is None for p in of.parameters())
@@ -214,7 +214,7 @@ def test_two_models_end_in_any_order_and_leave_torch_and_their_parameters_as_the
 
 def test_factors_are_of_one_step(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     reference = AdamW(theirs.parameters(), **SETTINGS)
     for number, ids in enumerate(data):
         for of, made in ((ours, optimizer), (theirs, reference)):
@@ -224,9 +224,9 @@ def test_factors_are_of_one_step(tmp_path):
                 for p in of.parameters():
                     p.grad.mul_(0.01)
             made.step()
-    assert_equal(home, theirs)
+    assert_equal(session, theirs)
     assert all(stored_gradient(p) is None for p in ours.parameters())
-    home.close()
+    session.close()
 
 
 def test_a_step_that_is_done_again_has_the_loop_s_factors():
@@ -275,9 +275,9 @@ def test_a_gradient_that_was_set_to_zero_updates_as_in_torch_and_one_that_never_
             optimizer.step()
 
     ours, theirs = made(), made()
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        train(ours, optimizer := home.optimizer(torch.optim.AdamW, lr=0.1, **options))
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        train(ours, optimizer := session.optimizer(torch.optim.AdamW, lr=0.1, **options))
         train(theirs, other := AdamW(theirs.parameters(), lr=0.1))
         assert all(
             torch.equal(values, dict(theirs.named_parameters())[name]) for name, values in ours.state_dict().items()

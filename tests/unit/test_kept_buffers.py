@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memascend import EngineOptions, streaming
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
@@ -61,9 +61,9 @@ def data(step):
 
 
 def begin(model, folder, *, resume=False, **options):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(model)
-    return home, home.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(**options))
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(model)
+    return session, session.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(**options))
 
 
 def train(model, optimizer, steps):
@@ -90,60 +90,60 @@ def test_a_run_that_goes_on_has_the_buffers_of_its_last_step(tmp_path, mode):
     theirs = made()
     train(theirs, AdamW(theirs.parameters(), lr=1e-2), range(4))
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "home", **MODES[mode])
+    session, optimizer = begin(ours, tmp_path / "session", **MODES[mode])
     train(ours, optimizer, range(2))
     ours(data(9))  # of a step that never was
-    home.close()
+    session.close()
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "home", resume=True, **MODES[mode])
+    session, optimizer = begin(ours, tmp_path / "session", resume=True, **MODES[mode])
     assert ours.layers[0].norm.num_batches_tracked == 2
     train(ours, optimizer, range(2, 4))
     assert_equal(ours, persistent(theirs))
     assert ours.passes == 2  # of this process alone
-    home.close()
+    session.close()
 
 
 def test_buffers_that_do_not_change_are_written_once(tmp_path, monkeypatch):
-    written, write = [], homes.StateHome.write_buffers
+    written, write = [], state_store.StateStore.write_buffers
 
-    def counting(home, raw):
+    def counting(session, raw):
         written.append(len(raw))
-        write(home, raw)
+        write(session, raw)
 
-    monkeypatch.setattr(homes.StateHome, "write_buffers", counting)
+    monkeypatch.setattr(state_store.StateStore, "write_buffers", counting)
     ours = made().eval()
-    home, optimizer = begin(ours, tmp_path / "home")
+    session, optimizer = begin(ours, tmp_path / "session")
     train(ours, optimizer, range(3))
     assert len(written) == 1
     ours.train()
     train(ours, optimizer, range(3, 5))
     assert len(written) == 3
-    home.close()
+    session.close()
 
 
 def test_a_model_without_persistent_buffers_takes_no_room_for_them(tmp_path):
     ours = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     ours.register_buffer("constant", torch.ones(1 << 20), persistent=False)
-    home, _ = begin(ours, tmp_path / "home")
-    assert home.engine.home.kept_buffers() is None
-    assert (tmp_path / "home" / "states").stat().st_size < 8 << 20
-    home.close()
+    session, _ = begin(ours, tmp_path / "session")
+    assert session.engine.state_store.kept_buffers() is None
+    assert (tmp_path / "session" / "states").stat().st_size < 8 << 20
+    session.close()
 
 
 def test_buffers_that_outgrow_their_room_are_left_out_with_one_line(tmp_path, caplog):
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "home")
+    session, optimizer = begin(ours, tmp_path / "session")
     train(ours, optimizer, range(1))
     ours.seen = torch.ones(1 << 20, dtype=torch.bool)
     with caplog.at_level(logging.WARNING, "memascend"):
         train(ours, optimizer, range(1, 4))
     assert ["buffers take" in each.getMessage() for each in caplog.records] == [True]
-    home.close()
+    session.close()
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "home", resume=True)
+    session, optimizer = begin(ours, tmp_path / "session", resume=True)
     assert not ours.seen.any()
     train(ours, optimizer, range(4, 5))
-    home.close()
+    session.close()
 
 
 def test_a_home_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tmp_path, monkeypatch, caplog):
@@ -151,28 +151,28 @@ def test_a_home_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tm
         earlier.setattr("memascend.engine.kept_buffers.room_bytes", lambda _: 0)
         earlier.setattr("memascend.engine.runtime.room_bytes", lambda _: 0)
         ours = made()
-        home, optimizer = begin(ours, tmp_path / "home")
+        session, optimizer = begin(ours, tmp_path / "session")
         train(ours, optimizer, range(1))
-        home.close()
+        session.close()
     ours = made()
     with caplog.at_level(logging.WARNING, "memascend"):
-        home, optimizer = begin(ours, tmp_path / "home", resume=True)
+        session, optimizer = begin(ours, tmp_path / "session", resume=True)
     assert "holds no buffers" in caplog.text
     train(ours, optimizer, range(1, 3))
-    home.close()
+    session.close()
 
 
 def test_buffers_of_another_shape_or_name_are_taken_over_where_they_fit(tmp_path, caplog):
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "home")
+    session, optimizer = begin(ours, tmp_path / "session")
     train(ours, optimizer, range(2))
     expected = persistent(ours)
-    home.close()
+    session.close()
     ours = made()
     ours.register_buffer("new", torch.ones(2))
     with caplog.at_level(logging.WARNING, "memascend"):
-        home, _ = begin(ours, tmp_path / "home", resume=True)
+        session, _ = begin(ours, tmp_path / "session", resume=True)
     assert len(ours.seen) == 3
     assert_equal(ours, {**expected, "new": torch.ones(2)})
     assert "stay as they are: new" in caplog.text
-    home.close()
+    session.close()

@@ -20,10 +20,10 @@ from tests.unit.test_streaming_loop import assert_equal, begin, loop
 def trained(folder, **shape):
     """A streamed model after a step, and the same in memory."""
     ours, theirs = model(**shape), model(**shape)
-    home, optimizer = begin(ours, folder)
+    session, optimizer = begin(ours, folder)
     loop(ours, optimizer, batches(1))
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(1))
-    return home, optimizer, ours, theirs
+    return session, optimizer, ours, theirs
 
 
 def assert_same(found, expected):
@@ -43,20 +43,20 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_the_state_dict_of_any_part_has_its_values(tmp_path, part):
-    home, _, ours, theirs = trained(tmp_path / "run")
+    session, _, ours, theirs = trained(tmp_path / "run")
     assert_same(part(ours).state_dict(), part(theirs).state_dict())
     assert_same(part(ours).state_dict(prefix="x."), part(theirs).state_dict(prefix="x."))
     assert_same(nn.Module.state_dict(part(ours)), part(theirs).state_dict())
-    home.close()
+    session.close()
 
 
 def test_parts_in_another_container_are_saved_with_their_values(tmp_path):
-    home, _, ours, theirs = trained(tmp_path / "run", tied=True)
+    session, _, ours, theirs = trained(tmp_path / "run", tied=True)
     for of in (lambda m: nn.ModuleList([m.layers[0], m.layers[2]]), lambda m: nn.Sequential(m)):
         assert_same(of(ours).state_dict(), of(theirs).state_dict())
     tied = ours.state_dict()
     assert tied["head.weight"].data_ptr() == tied["embedding.weight"].data_ptr()
-    home.close()
+    session.close()
 
 
 class Wrapped(nn.Module):
@@ -75,14 +75,14 @@ class Wrapped(nn.Module):
 
 def test_a_state_dict_that_a_class_makes_of_torch_s_has_the_values(tmp_path):
     ours, theirs = Wrapped(model()), Wrapped(model())
-    home, _ = begin(ours, tmp_path / "run")
+    session, _ = begin(ours, tmp_path / "run")
     assert_same(ours.state_dict(), theirs.state_dict())
     assert_same(ours.inner.layers.state_dict(), theirs.inner.layers.state_dict())
-    home.close()
+    session.close()
 
 
 def test_an_error_in_a_state_dict_leaves_the_next_one_right(tmp_path):
-    home, _, ours, theirs = trained(tmp_path / "run")
+    session, _, ours, theirs = trained(tmp_path / "run")
 
     def fails(*_):
         raise OSError("no")
@@ -93,7 +93,7 @@ def test_an_error_in_a_state_dict_leaves_the_next_one_right(tmp_path):
     hook.remove()
     assert_same(ours.layers[2].state_dict(), theirs.layers[2].state_dict())
     assert_same(ours.state_dict(), theirs.state_dict())
-    home.close()
+    session.close()
 
 
 UNCHANGED = {
@@ -120,7 +120,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("change", [*UNCHANGED.values(), *REFUSED.values()], ids=[*UNCHANGED, *REFUSED])
 def test_conversions_loads_and_copies_change_nothing_or_are_one_line(tmp_path, change):
-    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    session, optimizer, ours, theirs = trained(tmp_path / "run")
     if change in REFUSED.values():
         with pytest.raises(NotStreamable) as refusal:
             change(ours)
@@ -130,14 +130,14 @@ def test_conversions_loads_and_copies_change_nothing_or_are_one_line(tmp_path, c
     other = AdamW(theirs.parameters(), **SETTINGS)
     other.load_state_dict(optimizer.state_dict())
     assert loop(ours, optimizer, batches(2)) == loop(theirs, other, batches(2))
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}], ids=["as they come", "waiting"])
 def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_path, options):
     data, ours, theirs = batches(3), model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", **options)
+    session, optimizer = begin(ours, tmp_path / "run", **options)
     ours(data[0]).backward()
     optimizer.step()
     ours.zero_grad()
@@ -148,13 +148,13 @@ def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_pat
     ours.zero_grad()
     loop(ours, optimizer, data[2:])
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copied(tmp_path):
-    home, _, ours, theirs = trained(tmp_path / "run")
-    home.close()
+    session, _, ours, theirs = trained(tmp_path / "run")
+    session.close()
     for use in (
         ours.state_dict,
         ours.layers[0].state_dict,
@@ -193,9 +193,9 @@ def test_a_module_without_parameters_that_two_models_share_works_for_one_after_t
 
     for folder in "ab":
         ours = made()
-        with streaming(tmp_path / folder) as home:
-            home.hook(ours)
-            optimizer = home.optimizer(torch.optim.AdamW, lr=0.1)
+        with streaming(tmp_path / folder) as session:
+            session.hook(ours)
+            optimizer = session.optimizer(torch.optim.AdamW, lr=0.1)
             loss = ours(torch.ones(2, 8)).square().mean()
             loss.backward()
             optimizer.step()
@@ -207,8 +207,8 @@ def test_a_module_without_parameters_that_two_models_share_works_for_one_after_t
 
 
 def test_a_copy_of_a_model_whose_weights_were_loaded_after_the_end_is_whole(tmp_path):
-    home, _, ours, theirs = trained(tmp_path / "run")
-    home.close()
+    session, _, ours, theirs = trained(tmp_path / "run")
+    session.close()
     ours.load_state_dict(theirs.state_dict(), assign=True)
     assert_same(copy.deepcopy(ours).state_dict(), theirs.state_dict())
 
@@ -216,21 +216,21 @@ def test_a_copy_of_a_model_whose_weights_were_loaded_after_the_end_is_whole(tmp_
 def test_states_stay_where_they_are_when_the_loop_changes_its_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere" / "run").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    home, optimizer, ours, theirs = trained("run")
+    session, optimizer, ours, theirs = trained("run")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert_same(ours.state_dict(), theirs.state_dict())
     assert optimizer.state_dict()["state"]
-    home.remove()
+    session.remove()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["elsewhere"]
     assert (tmp_path / "elsewhere" / "run").is_dir()
 
 
 def test_remove_after_the_end_deletes_the_states(tmp_path):
-    home, _, _, _ = trained(tmp_path / "run")
-    with home:
+    session, _, _, _ = trained(tmp_path / "run")
+    with session:
         pass
     assert (tmp_path / "run").exists()
-    home.remove()
+    session.remove()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,15 +250,15 @@ def test_a_file_of_tensors_never_has_a_name_that_a_kill_could_leave(tmp_path, mo
 
 @pytest.mark.parametrize("end", ["resume", "remove"])
 def test_a_file_of_tensors_that_a_killed_process_of_an_earlier_version_left_is_collected(tmp_path, end):
-    home, _, ours, theirs = trained(tmp_path / "run")
-    home.close()
+    session, _, ours, theirs = trained(tmp_path / "run")
+    session.close()
     left = tmp_path / "run" / "state-dict-abc"
     left.write_bytes(bytes(100))
     if end == "resume":
-        home, _ = begin(ours, tmp_path / "run", resume=True)
+        session, _ = begin(ours, tmp_path / "run", resume=True)
         assert not left.exists()
         assert_same(ours.state_dict(), theirs.state_dict())
-    home.remove()
+    session.remove()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -273,18 +273,18 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_parameter_that_the_loop_writes_to_between_steps_is_one_line_and_nothing_of_it_stays(tmp_path, write):
-    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    session, optimizer, ours, theirs = trained(tmp_path / "run")
     with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight"):
         write(ours.layers[1].up.weight)
     other = AdamW(theirs.parameters(), **SETTINGS)
     other.load_state_dict(optimizer.state_dict())
     assert loop(ours, optimizer, batches(2)) == loop(theirs, other, batches(2))
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(tmp_path):
-    home, optimizer, ours, theirs = trained(tmp_path / "run")
+    session, optimizer, ours, theirs = trained(tmp_path / "run")
     whole = ours.state_dict()
     torch.save({"bias": whole["layers.0.up.bias"]}, tmp_path / "part")
     assert (tmp_path / "part").stat().st_size < 4096
@@ -292,7 +292,7 @@ def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(t
     torch.save(optimizer.state_dict()["state"][1]["exp_avg"], tmp_path / "moment")
     assert (tmp_path / "moment").stat().st_size < 4096
     save_model(ours, tmp_path / "model.safetensors")
-    home.close()
+    session.close()
     again = model(seed=3)
     load_model(again, tmp_path / "model.safetensors")
     assert_same(again.state_dict(), theirs.state_dict())

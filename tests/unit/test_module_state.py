@@ -135,9 +135,9 @@ def test_a_state_that_a_block_advances_is_as_after_one_pass(tmp_path, kind):
         return nn.Sequential(*[Scheduled(make(), change) for _ in range(2)])
 
     ours, theirs = model(), model()
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        assert losses(ours, home.optimizer(torch.optim.AdamW, lr=0.1)) == losses(
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        assert losses(ours, session.optimizer(torch.optim.AdamW, lr=0.1)) == losses(
             theirs, AdamW(theirs.parameters(), lr=0.1)
         )
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine import home as homes
-from memascend.engine import one_version
-from memascend.engine.home import NotThisModel, StateHome
+from memascend.engine import one_version, state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.state_store import NotThisModel, StateStore
 from memascend.engine.streaming import streaming
 from memascend.engine.traffic import file_beside_bytes
 from memascend.memory.ledger import Ledger
@@ -126,7 +125,7 @@ def instants(monkeypatch, folder, copies):
         shutil.copy(folder / "states", place / "states")
 
     for name in ("write", "commit", "erase"):
-        stock = getattr(StateHome, name)
+        stock = getattr(StateStore, name)
 
         def around(self, *args, stock=stock, **options):
             if self.folder == folder:
@@ -138,7 +137,7 @@ def instants(monkeypatch, folder, copies):
                 taken()
             return done
 
-        monkeypatch.setattr(StateHome, name, around)
+        monkeypatch.setattr(StateStore, name, around)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_a_kill_at_any_instant_of_a_step_goes_on_to_the_same_bits(tmp_path, opti
     reached = []
     for kill in [*kills[:-1:every], kills[-1]]:
         caplog.clear()
-        kept = homes.kept_facts(kill)["step"]
+        kept = state_store.kept_facts(kill)["step"]
         again = model(torch.bfloat16)
         engine, facts = resume(again, kill, **options)
         reached.append((facts["step"], "completing it from its gradients" in caplog.text))
@@ -204,7 +203,7 @@ def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, m
     engine = begin(ours, tmp_path / "ours")
     train(ours, engine, range(1))
     with monkeypatch.context() as broken:
-        commits, stock = [], StateHome.commit
+        commits, stock = [], StateStore.commit
 
         def commit(self, facts):
             commits.append(facts)
@@ -212,7 +211,7 @@ def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, m
                 raise OSError("no more")
             stock(self, facts)
 
-        broken.setattr(StateHome, "commit", commit)
+        broken.setattr(StateStore, "commit", commit)
         with pytest.raises(OSError, match="no more"):
             train(ours, engine, range(1, 2))
     with pytest.raises(RuntimeError, match="close the engine, and resume, which completes it"):
@@ -236,7 +235,7 @@ def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_p
     names, states = engine.layout.order, contents(engine)
     engine.write_states(states[1].get, {names[0]: 2})
     engine.close()
-    assert homes.kept_facts(tmp_path / "ours") == {}
+    assert state_store.kept_facts(tmp_path / "ours") == {}
     with pytest.raises(NotThisModel, match="holds no completed step"):
         resume(model(), tmp_path / "ours")
     shutil.rmtree(tmp_path / "ours")
@@ -294,44 +293,44 @@ def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch
 
 
 def test_a_loop_of_three_lines_goes_on_with_its_note_after_a_kill_in_its_update(tmp_path, monkeypatch):
-    def loop(home, of, steps):
-        home.hook(of)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(versions=1))
-        for step in steps(home):
-            home.note = {"seen": step + 1}
+    def loop(session, of, steps):
+        session.hook(of)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(versions=1))
+        for step in steps(session):
+            session.note = {"seen": step + 1}
             of(batch(step)).backward()
             optimizer.step()
-        return contents(home.engine)
+        return contents(session.engine)
 
-    with streaming(tmp_path / "whole") as home:
-        expected = loop(home, model(), lambda _: range(3))
-    with streaming(tmp_path / "ours") as home, monkeypatch.context() as during:
+    with streaming(tmp_path / "whole") as session:
+        expected = loop(session, model(), lambda _: range(3))
+    with streaming(tmp_path / "ours") as session, monkeypatch.context() as during:
         ours = model()
         instants(during, tmp_path / "ours", tmp_path / "kills")
-        loop(home, ours, lambda _: range(2))
+        loop(session, ours, lambda _: range(2))
     kills = sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name))
     seen = set()
     for kill in kills[-30::5]:
-        with streaming(kill, resume=True) as home:
-            assert_same(loop(home, model(), lambda home: range(home.note["seen"], 3)), expected)
-        seen.add(home.note["seen"])
+        with streaming(kill, resume=True) as session:
+            assert_same(loop(session, model(), lambda session: range(session.note["seen"], 3)), expected)
+        seen.add(session.note["seen"])
     assert seen == {3}
 
 
 _LOOP = """
 import hashlib, sys
 import torch
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from tests.unit.test_one_version import begin, batch, contents, model, resume
 
 folder, steps = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
 of, done = model(torch.bfloat16), 0
-if homes.is_home(folder) and homes.kept_facts(folder):
+if state_store.holds_states(folder) and state_store.kept_facts(folder):
     engine, facts = resume(of, folder)
     done = facts["step"]
 else:
-    homes.remove(folder)
+    state_store.remove(folder)
     engine = begin(of, folder)
     engine.keep({"step": 0})
 print("ready", done, flush=True)

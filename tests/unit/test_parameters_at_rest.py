@@ -65,9 +65,9 @@ LOOKS = {
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_look_at_values_is_one_line_that_says_where_they_are(tmp_path, look):
     ours = made()
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(2):
             with pytest.raises(
                 NotStreamable, match=r"outside of its module's forward pass: .*state_dict\(\)"
@@ -80,9 +80,9 @@ def test_a_look_at_values_is_one_line_that_says_where_they_are(tmp_path, look):
 
 def test_type_shape_and_place_are_as_ever(tmp_path):
     ours = made()
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        home.optimizer(torch.optim.AdamW, lr=1e-2)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        session.optimizer(torch.optim.AdamW, lr=1e-2)
         weight = ours.layers[0].linear.weight
         assert isinstance(weight, nn.Parameter)
         assert (weight.shape, weight.numel(), weight.dim(), weight.dtype) == ((16, 16), 256, 2, torch.float32)
@@ -99,9 +99,9 @@ def test_blocks_look_at_their_own_values_and_an_average_over_the_state_dict_is_t
     ours, theirs = made(), made()
     plain = AdamW(theirs.parameters(), lr=1e-2)
     averages = [{name: values.clone() for name, values in theirs.state_dict().items()} for _ in range(2)]
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
             for model, steps, average in ((ours, optimizer, averages[0]), (theirs, plain, averages[1])):
                 model(batch(step)).backward()
@@ -115,9 +115,9 @@ def test_blocks_look_at_their_own_values_and_an_average_over_the_state_dict_is_t
 
 def test_after_the_end_parameters_are_of_their_own_class_again(tmp_path):
     ours = made()
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        home.optimizer(torch.optim.AdamW, lr=1e-2)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        session.optimizer(torch.optim.AdamW, lr=1e-2)
         assert type(ours.head.weight) is not nn.Parameter
         weights = ours.state_dict()
     assert {type(parameter) for parameter in ours.parameters()} == {nn.Parameter}

@@ -42,7 +42,7 @@ def frozen_in_part(**shape):
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_every_form_that_torch_takes_trains_and_is_saved_and_loaded_as_in_torch(tmp_path, form, of):
     data, ours, theirs = batches(4), of(), of()
-    home, optimizer = begin(ours, tmp_path / "run", params=form(ours))
+    session, optimizer = begin(ours, tmp_path / "run", params=form(ours))
     other = torch.optim.AdamW(form(theirs), **SETTINGS)
     loop(ours, optimizer, data[:2])
     loop(theirs, other, data[:2])
@@ -52,28 +52,28 @@ def test_every_form_that_torch_takes_trains_and_is_saved_and_loaded_as_in_torch(
         assert mine["params"] == torchs["params"]
         assert mine.get("param_names") == torchs.get("param_names")
     weights = ours.state_dict()
-    home.remove()
+    session.remove()
     again = of()
     again.load_state_dict(weights)
-    home, optimizer = begin(again, tmp_path / "again", params=form(again))
+    session, optimizer = begin(again, tmp_path / "again", params=form(again))
     optimizer.load_state_dict(saved)
     loop(again, optimizer, data[2:])
     loop(theirs, other, data[2:])
     found = again.state_dict()
     for name, values in theirs.state_dict().items():
         assert torch.allclose(found[name], values, rtol=1e-4, atol=1e-5), name
-    home.close()
+    session.close()
 
 
 def test_states_of_what_is_frozen_now_are_left_out_and_that_is_said(tmp_path, caplog):
     theirs, ours = model(), frozen_in_part()
     other = AdamW(theirs.parameters(), **SETTINGS)
     loop(theirs, other, batches(1))
-    home, optimizer = begin(ours, tmp_path / "run", params=ours.parameters())
+    session, optimizer = begin(ours, tmp_path / "run", params=ours.parameters())
     optimizer.load_state_dict(other.state_dict())
     assert "layers.1.norm.weight is frozen: its states are not loaded" in caplog.text
-    assert home.engine.steps["head.weight"] == 1
-    home.close()
+    assert session.engine.steps["head.weight"] == 1
+    session.close()
 
 
 def test_a_parameter_of_another_model_is_one_line(tmp_path):
@@ -98,15 +98,15 @@ def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_p
     refused = (torch.float32, torch.bfloat16)
     if states == torch.int8:
         allowed = weights == torch.bfloat16
-    home = streaming(tmp_path / "run")
-    home.hook(ours)
+    session = streaming(tmp_path / "run")
+    session.hook(ours)
 
     def make():
-        return home.optimizer(torch.optim.AdamW, options=EngineOptions(states=states), **SETTINGS)
+        return session.optimizer(torch.optim.AdamW, options=EngineOptions(states=states), **SETTINGS)
 
     if allowed and (weights, states) != refused:
         loop(ours, make(), batches(2))
-        assert home.steps == 2
+        assert session.steps == 2
     else:
         with pytest.raises(
             ValueError,
@@ -115,7 +115,7 @@ def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_p
             make()
         assert list(tmp_path.iterdir()) == []
         assert not torch.isnan(ours.head.weight).any()
-    home.close()
+    session.close()
 
 
 def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
@@ -133,34 +133,34 @@ def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_c
     tmp_path, options, note, message
 ):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", **options)
+    session, optimizer = begin(ours, tmp_path / "run", **options)
     reference, other = begin(theirs, tmp_path / "other", **options)
     for ids in data:
         ours(ids).backward()
-        home.note["x"] = note
+        session.note["x"] = note
         with pytest.raises(ValueError, match=message):
             optimizer.step()
-        home.note["x"] = 1
+        session.note["x"] = 1
         optimizer.step()
         theirs(ids).backward()
         other.step()
     expected = theirs.state_dict()
     assert all(torch.equal(values, expected[name]) for name, values in ours.state_dict().items())
-    assert home.steps == 2
-    home.close(), reference.close()
+    assert session.steps == 2
+    session.close(), reference.close()
 
 
 def test_a_note_comes_back_equal(tmp_path):
     note = {"at": {1: [2, (3, {"x": None})], 2.5: True}, "empty": {}, "text": "a", (1, 2): "a tuple"}
     of = model()
-    home, optimizer = begin(of, tmp_path / "run")
+    session, optimizer = begin(of, tmp_path / "run")
     of(batches(1)[0]).backward()
-    home.note = note
+    session.note = note
     optimizer.step()
-    home.close()
-    home, _ = begin(model(), tmp_path / "run", resume=True)
-    assert home.note == note
-    home.close()
+    session.close()
+    session, _ = begin(model(), tmp_path / "run", resume=True)
+    assert session.note == note
+    session.close()
 
 
 def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
@@ -183,11 +183,11 @@ def test_the_public_surface_says_what_it_takes_returns_and_raises():
 
 def test_named_parameters_train_as_in_memory_to_the_bit(tmp_path):
     ours, theirs = model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", params=ours.named_parameters())
+    session, optimizer = begin(ours, tmp_path / "run", params=ours.named_parameters())
     loop(ours, optimizer, batches(2))
     loop(theirs, AdamW(theirs.named_parameters(), **SETTINGS), batches(2))
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_settings_that_torch_refuses_are_refused_before_anything_has_moved(tmp_p
     ours = model()
     before = {name: values.clone() for name, values in ours.state_dict().items()}
     params = [{"params": list(ours.parameters()), **settings}] if of_group else None
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
         with pytest.raises(ValueError) as refusal:
-            home.optimizer(torch.optim.AdamW, params, **({} if of_group else settings))
+            session.optimizer(torch.optim.AdamW, params, **({} if of_group else settings))
         assert "\n" not in str(refusal.value)
     assert all(torch.equal(values, before[name]) for name, values in ours.state_dict().items())
     assert list(tmp_path.iterdir()) == []
@@ -231,14 +231,14 @@ def test_a_resume_with_other_groups_is_refused_and_one_with_the_same_goes_on_wit
     tmp_path, caplog, groups
 ):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run", params=matrices_and_others(ours), lr=0.01)
+    session, optimizer = begin(ours, tmp_path / "run", params=matrices_and_others(ours), lr=0.01)
     loop(ours, optimizer, batches(1))
-    home.close()
+    session.close()
     with pytest.raises(ValueError, match="params="):
         begin(other := model(), tmp_path / "run", resume=True, params=groups(other))
     again = model()
     with caplog.at_level("INFO", "memascend"):
-        home, optimizer = begin(again, tmp_path / "run", resume=True, params=matrices_and_others(again), lr=0.07)
+        session, optimizer = begin(again, tmp_path / "run", resume=True, params=matrices_and_others(again), lr=0.07)
     assert [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups] == [(0.5, 0.01), (0.0, 0.01)]
     assert "group 1 continues with lr=0.01 of the last step (0.07 was requested" in caplog.text
-    home.close()
+    session.close()

@@ -91,10 +91,10 @@ def assert_equal(engine, other):
 @pytest.mark.parametrize("options", [{}, {"arm": "none"}, {"versions": 1}, {"versions": 1, "redo": False}], ids=str)
 def test_adapters_train_as_in_memory_also_after_a_resume(tmp_path, options, dtype):
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
-    engine = begin(ours, tmp_path / "home", **options)
+    engine = begin(ours, tmp_path / "session", **options)
     train(ours, engine, range(2))
     engine.close()
-    engine = go_on(again, tmp_path / "home", **options)
+    engine = go_on(again, tmp_path / "session", **options)
     train(again, engine, range(2, 4))
     train_in_memory(theirs, range(4))
     assert_equal(engine, theirs)
@@ -104,7 +104,7 @@ def test_adapters_train_as_in_memory_also_after_a_resume(tmp_path, options, dtyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_step_with_adapters_writes_at_most_twice_what_it_trains(tmp_path, dtype):
     ours = made(dtype)
-    engine = begin(ours, tmp_path / "home", checkpoints="device")
+    engine = begin(ours, tmp_path / "session", checkpoints="device")
     train(ours, engine, range(2))
     layout, before = engine.layout, engine.transferred[1]
     train(ours, engine, [2])
@@ -119,7 +119,7 @@ def test_a_step_with_adapters_writes_at_most_twice_what_it_trains(tmp_path, dtyp
 
 def test_a_step_that_is_given_up_leaves_frozen_and_trained_weights(tmp_path):
     ours, theirs = made(), made()
-    engine = begin(ours, tmp_path / "home")
+    engine = begin(ours, tmp_path / "session")
     train(ours, engine, [0])
     (ours(batch(1)) * torch.inf).backward()
     assert engine.finish_step() is None
@@ -141,10 +141,10 @@ def test_a_home_of_an_earlier_version_with_frozen_weights_among_the_others_goes_
     ours, theirs, again = made(), made(), made(seed=9)
     with monkeypatch.context() as earlier:
         earlier.setattr(runtime, "_units", whole)
-        engine = begin(ours, tmp_path / "home", versions=versions)
+        engine = begin(ours, tmp_path / "session", versions=versions)
     train(ours, engine, range(2))
     engine.close()
-    engine = go_on(again, tmp_path / "home")
+    engine = go_on(again, tmp_path / "session")
     assert not engine.layout.splits
     train(again, engine, range(2, 4))
     train_in_memory(theirs, range(4))
@@ -170,7 +170,7 @@ def test_two_tensors_of_one_key_are_refused(second):
 
 
 class _Refuses:
-    """A home that takes one of the two parts, and refuses the other as it is submitted."""
+    """A session that takes one of the two parts, and refuses the other as it is submitted."""
 
     def __init__(self):
         self.begun = Promise("the trained part")
@@ -190,9 +190,9 @@ class _Refuses:
 def test_a_buffer_whose_second_part_is_refused_is_used_until_the_first_has_ended(operation):
     parameters = [("a", (10_000,), True), ("b", (10_000,), False)]
     unit = UnitParameters(key="u", kind=Kind.BLOCK, parameters=parameters)
-    layout, home = make_layout([unit], [("a", 10_000)], weights=torch.float32), _Refuses()
-    done = getattr(FrozenApart(home, layout), operation)("u", torch.empty(layout.unit_numel(layout.units[0])))
+    layout, session = make_layout([unit], [("a", 10_000)], weights=torch.float32), _Refuses()
+    done = getattr(FrozenApart(session, layout), operation)("u", torch.empty(layout.unit_numel(layout.units[0])))
     assert not done.done()
-    home.begun.set_result()
+    session.begun.set_result()
     with pytest.raises(OSError, match="no such device"):
         done.wait(60)

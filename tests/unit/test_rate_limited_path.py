@@ -9,7 +9,7 @@ from torch import nn
 
 from memascend.bench.predicted import predicted_steps
 from memascend.bench.rate_limit import Limiter, RateLimitedTier, RateLimiter, rate_limited
-from memascend.engine import home
+from memascend.engine import state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.planner import model_spec
@@ -67,7 +67,7 @@ def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late)
 
 def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
     with rate_limited(1e6) as server:
-        tier = home.DirectTier.in_file(tmp_path, "x")
+        tier = state_store.DirectTier.in_file(tmp_path, "x")
         out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
         tier.write("a", out).wait(10)
         tier.read("a", back).wait(10)
@@ -82,7 +82,7 @@ def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
     broken = Promise("a read")
     broken.set_error(StorageError("read", "drive", 0, 4096, 0, errno.EIO, "broken"))
     with rate_limited(1e9):
-        tier = home.DirectTier.in_file(tmp_path, "x")
+        tier = state_store.DirectTier.in_file(tmp_path, "x")
         monkeypatch.setattr(DirectTier, "read", lambda *_, **__: broken)
         with pytest.raises(StorageError, match="broken"):
             tier.read("a", torch.empty(4)).wait(10)
@@ -99,7 +99,7 @@ def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
             ours(torch.ones(2, 32)).sum().backward()
             engine.finish_step()
         found = {name: values.clone() for name, values in engine.read_weights()}
-        kind = type(engine.home._tier)
+        kind = type(engine.state_store._tier)
         engine.close(destroy=True)
         return kind, found
 

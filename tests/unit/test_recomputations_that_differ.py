@@ -63,9 +63,9 @@ class Model(nn.Module):
 def test_what_no_recomputation_repeats_is_refused_in_the_first_backward_pass(tmp_path, kind, accumulate):
     torch.manual_seed(0)
     ours = Model(kind)
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=0.1)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=0.1)
         optimizer.zero_grad()
         loss = ours(torch.randn(12, WIDTH))
         with pytest.raises(RuntimeError, match=r"^layers\.2 computes something else in its recomputation: .*other val"):

@@ -24,7 +24,7 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
     second.mkdir()
     late = streaming(second)
     late.hook(ours)  # before it is moved
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     assert loop(ours, optimizer, data[:2]) == loop(theirs, optimizer_of_theirs, data[:2])
     for again in (
         lambda: streaming(second).hook(ours),
@@ -32,14 +32,14 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
         lambda: late.optimizer(torch.optim.AdamW),
     ):
         with pytest.raises(
-            RuntimeError, match=r"are already in .*run: close that home first .* or create a new"
+            RuntimeError, match=r"are already in .*run: close that session first .* or create a new"
         ) as error:
             again()
         one_line(error)
     assert list(second.iterdir()) == []
     assert loop(ours, optimizer, data[2:]) == loop(theirs, optimizer_of_theirs, data[2:])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_model_that_a_closed_home_left_empty_does_not_begin_another(tmp_path):
@@ -49,8 +49,8 @@ def test_a_model_that_a_closed_home_left_empty_does_not_begin_another(tmp_path):
         begin(ours, tmp_path / "another")
     one_line(error)
     assert not (tmp_path / "another").exists()
-    home, _ = begin(ours, tmp_path / "run", resume=True)
-    home.remove()
+    session, _ = begin(ours, tmp_path / "run", resume=True)
+    session.remove()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
@@ -146,40 +146,43 @@ def with_sparse_gradients():
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (lambda home: home.hook(None), r"hook\(model\): a torch.nn.Module, got None"),
-        (lambda home: home.hook("x"), r"hook\(model\): a torch.nn.Module, got 'x'"),
-        (lambda home: home.hook(model(), blocks=5), "modules of the model in a list, got 5"),
-        (lambda home: home.hook(model(), blocks="layers"), "modules of the model in a list, got 'l'"),
-        (lambda home: home.hook(model(), device="foo"), "EngineOptions.device: .* got 'foo'"),
-        (lambda home: home.optimizer(torch.optim.AdamW(home.model.parameters())), "got an instance of AdamW: write"),
-        (lambda home: home.optimizer("AdamW"), "torch.optim.AdamW or Adam, got 'AdamW'"),
-        (lambda home: home.optimizer(options={"clip": 1.0}), r"write options=EngineOptions\(...\)"),
-        (lambda home: home.optimizer(accumulate=True), "EngineOptions.accumulate: .* got True"),
-        (lambda home: home.optimizer(lr=float("inf")), "lr: a finite number, got inf"),
-        (lambda home: home.optimizer(lr=float("nan")), "nan"),
+        (lambda session: session.hook(None), r"hook\(model\): a torch.nn.Module, got None"),
+        (lambda session: session.hook("x"), r"hook\(model\): a torch.nn.Module, got 'x'"),
+        (lambda session: session.hook(model(), blocks=5), "modules of the model in a list, got 5"),
+        (lambda session: session.hook(model(), blocks="layers"), "modules of the model in a list, got 'l'"),
+        (lambda session: session.hook(model(), device="foo"), "EngineOptions.device: .* got 'foo'"),
         (
-            lambda home: home.optimizer(params=[{"params": home.model.parameters(), "eps": float("inf")}]),
+            lambda session: session.optimizer(torch.optim.AdamW(session.model.parameters())),
+            "got an instance of AdamW: write",
+        ),
+        (lambda session: session.optimizer("AdamW"), "torch.optim.AdamW or Adam, got 'AdamW'"),
+        (lambda session: session.optimizer(options={"clip": 1.0}), r"write options=EngineOptions\(...\)"),
+        (lambda session: session.optimizer(accumulate=True), "EngineOptions.accumulate: .* got True"),
+        (lambda session: session.optimizer(lr=float("inf")), "lr: a finite number, got inf"),
+        (lambda session: session.optimizer(lr=float("nan")), "nan"),
+        (
+            lambda session: session.optimizer(params=[{"params": session.model.parameters(), "eps": float("inf")}]),
             "eps: a finite",
         ),
         (
-            lambda home: (home.hook(made_in_inference_mode()), home.optimizer()),
+            lambda session: (session.hook(made_in_inference_mode()), session.optimizer()),
             "was created in inference mode: create the",
         ),
         (
-            lambda home: (home.hook(with_sparse_gradients()), home.optimizer()),
+            lambda session: (session.hook(with_sparse_gradients()), session.optimizer()),
             r"sparse.weight is sparse: .*sparse=False",
         ),
     ],
 )
 def test_a_start_that_cannot_be_is_one_line_and_moves_nothing(tmp_path, start, message):
-    home = streaming(tmp_path / "run")
-    home.model = home.hook(model())
-    before = {name: values.clone() for name, values in home.model.state_dict().items()}
+    session = streaming(tmp_path / "run")
+    session.model = session.hook(model())
+    before = {name: values.clone() for name, values in session.model.state_dict().items()}
     with pytest.raises(ValueError, match=message) as error:
-        start(home)
+        start(session)
     one_line(error)
     assert list(tmp_path.iterdir()) == []
-    assert all(torch.equal(values, before[name]) for name, values in home.model.state_dict().items())
+    assert all(torch.equal(values, before[name]) for name, values in session.model.state_dict().items())
 
 
 @pytest.mark.parametrize("folder", ["", None, 3, "a\0b"], ids=repr)
@@ -190,20 +193,20 @@ def test_a_folder_that_is_none_is_one_line(folder):
 
 def test_a_note_that_is_no_dict_is_one_line_and_the_step_can_be_completed_after_it(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     ours(batches(1)[0]).backward()
-    home.note = ["epoch", 1]
-    with pytest.raises(ValueError, match=r"home\.note: a dict, got \['epoch', 1\]"):
+    session.note = ["epoch", 1]
+    with pytest.raises(ValueError, match=r"session\.note: a dict, got \['epoch', 1\]"):
         optimizer.step()
-    home.note = {"epoch": 1}
+    session.note = {"epoch": 1}
     optimizer.step()
-    assert home.steps == 1
-    home.remove()
+    assert session.steps == 1
+    session.remove()
 
 
 def test_one_block_in_flight_is_enough(tmp_path):
     ours, theirs = model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(blocks_in_flight=1))
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(blocks_in_flight=1))
     data = batches(2)
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    home.remove()
+    session.remove()

@@ -1,4 +1,4 @@
-"""States are put back within the room that a home has, and a step that fails leaves its count behind."""
+"""States are put back within the room that a session has, and a step that fails leaves its count behind."""
 
 import errno
 
@@ -52,9 +52,9 @@ def batch(step):
 
 
 def begin(of, folder, resume=False, **options):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(of)
-    return home, home.optimizer(torch.optim.AdamW, options=EngineOptions(**options), **SETTINGS)
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(of)
+    return session, session.optimizer(torch.optim.AdamW, options=EngineOptions(**options), **SETTINGS)
 
 
 def train(of, optimizer, steps):
@@ -63,8 +63,8 @@ def train(of, optimizer, steps):
         optimizer.step()
 
 
-def weights_of(home):
-    return {name: values.clone() for name, values in home.engine.read_weights()}
+def weights_of(session):
+    return {name: values.clone() for name, values in session.engine.read_weights()}
 
 
 VERSIONS = {"two": {"versions": 2}, "one, with redo": {"versions": 1}, "one": {"versions": 1, "redo": False}}
@@ -73,86 +73,86 @@ VERSIONS = {"two": {"versions": 2}, "one, with redo": {"versions": 1}, "one": {"
 @pytest.mark.parametrize("options", VERSIONS.values(), ids=VERSIONS)
 def test_states_of_a_tied_model_with_units_above_the_spare_room_are_put_back(tmp_path, options):
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "first", **options)
+    session, optimizer = begin(ours, tmp_path / "first", **options)
     train(ours, optimizer, range(2))
     saved, weights = optimizer.state_dict(), {k: v.clone() for k, v in ours.state_dict().items()}
     train(ours, optimizer, [2])
-    expected = weights_of(home)
-    home.close()
+    expected = weights_of(session)
+    session.close()
 
     again = made()
     again.load_state_dict(weights)
-    home, optimizer = begin(again, tmp_path / "second", **options)
-    assert max(unit.numel for unit in home.engine.layout.units) * 4 > 2 << 20
-    before = home.engine.transferred[1]
+    session, optimizer = begin(again, tmp_path / "second", **options)
+    assert max(unit.numel for unit in session.engine.layout.units) * 4 > 2 << 20
+    before = session.engine.transferred[1]
     optimizer.load_state_dict(saved)
-    written = home.engine.transferred[1] - before
-    assert written <= 1.05 * sum(home.engine.layout.nbytes) + (1 << 20)  # each tensor once
+    written = session.engine.transferred[1] - before
+    assert written <= 1.05 * sum(session.engine.layout.nbytes) + (1 << 20)  # each tensor once
     train(again, optimizer, [2])
-    found = weights_of(home)
+    found = weights_of(session)
     assert all(torch.equal(found[name], values) for name, values in expected.items())
-    home.close()
+    session.close()
 
 
 def test_states_are_put_back_after_a_step_and_in_the_middle_of_a_run(tmp_path):
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "run", versions=2)
+    session, optimizer = begin(ours, tmp_path / "run", versions=2)
     train(ours, optimizer, range(1))
     first = {"state": optimizer.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
     for _ in range(3):  # the room does not shrink
         optimizer.load_state_dict(first)
         train(ours, optimizer, range(1, 3))
-    assert home.steps == 3
-    home.close()
+    assert session.steps == 3
+    session.close()
 
 
 def test_a_state_of_another_shape_is_refused_before_anything_moves(tmp_path):
     ours = made()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     train(ours, optimizer, range(1))
-    before, saved = weights_of(home), optimizer.state_dict()
+    before, saved = weights_of(session), optimizer.state_dict()
     saved["state"][2]["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"exp_avg has shape \(3,\), and the parameter"):
         optimizer.load_state_dict(saved)
-    assert all(torch.equal(values, before[name]) for name, values in weights_of(home).items())
-    home.close()
+    assert all(torch.equal(values, before[name]) for name, values in weights_of(session).items())
+    session.close()
 
 
 class FailingCommit:
-    """An EIO in one commit of the home."""
+    """An EIO in one commit of the store."""
 
-    def __init__(self, home):
-        self._home, self._stock = home, home.commit
-        home.commit = self
+    def __init__(self, store):
+        self._store, self._stock = store, store.commit
+        store.commit = self
 
     def __call__(self, facts):
-        self._home.commit = self._stock
-        raise StorageError("commit", "home", 0, 1, 0, errno.EIO, "Input/output error")
+        self._store.commit = self._stock
+        raise StorageError("commit", "store", 0, 1, 0, errno.EIO, "Input/output error")
 
 
 def test_a_step_that_could_not_be_committed_is_not_counted(tmp_path):
     ours, theirs = made(), made()
-    home, optimizer = begin(ours, tmp_path / "run", versions=2)
+    session, optimizer = begin(ours, tmp_path / "run", versions=2)
     reference = AdamW(theirs.parameters(), **SETTINGS)
     train(ours, optimizer, range(1))
-    FailingCommit(home.engine.home)
+    FailingCommit(session.engine.state_store)
     with pytest.raises(StorageError):
         train(ours, optimizer, [1])
-    assert set(home.engine.steps.values()) == {1}
+    assert set(session.engine.steps.values()) == {1}
     train(ours, optimizer, [2])
     for step in (0, 2):
         reference.zero_grad()
         theirs(batch(step)).backward()
         reference.step()
-    found = weights_of(home)
+    found = weights_of(session)
     for name, values in theirs.named_parameters():
         assert torch.equal(found[name], values), name
-    home.close()
+    session.close()
 
 
 def test_a_parameter_that_is_frozen_later_stays_as_it_is(tmp_path):
     ours, theirs = made(), made()
-    home, optimizer = begin(ours, tmp_path / "run", zero_missing=False)
+    session, optimizer = begin(ours, tmp_path / "run", zero_missing=False)
     reference = AdamW(theirs.parameters(), **SETTINGS)
     for step in range(3):
         for of in (ours, theirs):
@@ -161,7 +161,7 @@ def test_a_parameter_that_is_frozen_later_stays_as_it_is(tmp_path):
         reference.zero_grad()
         theirs(batch(step)).backward()
         reference.step()
-    found = weights_of(home)
+    found = weights_of(session)
     for name, values in theirs.named_parameters():
         assert torch.equal(found[name], values), name
-    home.close()
+    session.close()

@@ -1,4 +1,4 @@
-"""`home.save(folder)` in a user's loop: the files, what becomes of errors, and training again from `home.load`."""
+"""`session.save(folder)` in a user's loop: the files, errors, and training again from `session.load`."""
 
 import copy
 import errno
@@ -52,11 +52,11 @@ def full_in_a_save(monkeypatch):
 @pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 def test_training_again_from_a_save_repeats_the_losses_to_the_bit(tmp_path, dtype, options):
     ours = model(dtype=dtype)
-    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     loop(ours, optimizer, batches(2))
-    home.note, optimizer.param_groups[0]["lr"] = {"epoch": 3}, 5e-3
-    weights = {name: values.clone() for name, values in home.engine.read_weights()}
-    save = home.save(tmp_path / "save")
+    session.note, optimizer.param_groups[0]["lr"] = {"epoch": 3}, 5e-3
+    weights = {name: values.clone() for name, values in session.engine.read_weights()}
+    save = session.save(tmp_path / "save")
     expected = loop(ours, optimizer, batches(3, seed=2))
     assert save.wait() == tmp_path / "save"
     found = load_file(tmp_path / "save" / "model.safetensors")
@@ -64,11 +64,11 @@ def test_training_again_from_a_save_repeats_the_losses_to_the_bit(tmp_path, dtyp
     assert all(torch.equal(found[name], values) for name, values in weights.items())
     names = ["model.safetensors", "states.json", "states.safetensors"]
     assert sorted(path.name for path in (tmp_path / "save").iterdir()) == names
-    home.note, optimizer.param_groups[0]["lr"] = {}, 1.0
-    home.load(tmp_path / "save")
-    assert (home.steps, home.note, optimizer.param_groups[0]["lr"]) == (2, {"epoch": 3}, 5e-3)
+    session.note, optimizer.param_groups[0]["lr"] = {}, 1.0
+    session.load(tmp_path / "save")
+    assert (session.steps, session.note, optimizer.param_groups[0]["lr"]) == (2, {"epoch": 3}, 5e-3)
     assert loop(ours, optimizer, batches(3, seed=2)) == expected
-    home.close()
+    session.close()
     other, another = begin(model(seed=5, dtype=dtype), tmp_path / "other", options=EngineOptions(**options))
     other.load(tmp_path / "save")
     assert loop(other._model, another, batches(3, seed=2)) == expected
@@ -77,15 +77,15 @@ def test_training_again_from_a_save_repeats_the_losses_to_the_bit(tmp_path, dtyp
 
 def test_a_save_without_states_is_a_file_that_any_model_loads(tmp_path):
     ours = model(tied=True)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(2))
-    expected = {name: values.clone() for name, values in home.engine.read_weights()}
-    save = home.save(tmp_path / "save", states=False, background=False)
+    expected = {name: values.clone() for name, values in session.engine.read_weights()}
+    save = session.save(tmp_path / "save", states=False, background=False)
     assert save.done()
     assert [path.name for path in (tmp_path / "save").iterdir()] == ["model.safetensors"]
-    with pytest.raises(ValueError, match=r"save holds no saved states: name a folder that home.save\(...\) wrote"):
-        home.load(tmp_path / "save")
-    home.close()
+    with pytest.raises(ValueError, match=r"save holds no saved states: name a folder that session.save\(...\) wrote"):
+        session.load(tmp_path / "save")
+    session.close()
     loaded = model(seed=7, tied=True)
     load_model(loaded, tmp_path / "save" / "model.safetensors")
     assert all(torch.equal(values, expected[name]) for name, values in loaded.named_parameters())
@@ -94,98 +94,100 @@ def test_a_save_without_states_is_a_file_that_any_model_loads(tmp_path):
 def test_buffers_are_those_of_the_step_that_was_saved(tmp_path):
     torch.manual_seed(0)
     ours, data = Normed(), torch.randn(6, 8, 16)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:2])
     then = copy.deepcopy(dict(ours.named_buffers()))
-    save = home.save(tmp_path / "save")
+    save = session.save(tmp_path / "save")
     expected = loop(ours, optimizer, data[2:])
     found = load_file(save.wait() / "model.safetensors")
     assert all(torch.equal(found[name], values) for name, values in then.items())
     assert not torch.equal(ours.norm.running_mean, then["norm.running_mean"])
-    home.load(tmp_path / "save")
+    session.load(tmp_path / "save")
     assert all(torch.equal(buffer, then[name]) for name, buffer in ours.named_buffers())
     assert loop(ours, optimizer, data[2:]) == expected
-    home.close()
+    session.close()
 
 
 def test_a_save_of_another_kind_or_model_is_refused_and_nothing_changes(tmp_path):
     ours = model(dtype=torch.bfloat16)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(1))
-    home.save(tmp_path / "save", background=False)
-    home.close()
+    session.save(tmp_path / "save", background=False)
+    session.close()
     for other, options, said in (
         (model(dtype=torch.bfloat16), {"states": torch.int8}, "but this training has torch.bfloat16 and torch.int8"),
         (model(dtype=torch.bfloat16, depth=3), {}, "holds the states of another model: layers.3"),
         (model(dtype=torch.bfloat16, hidden=16), {}, r"embedding.weight.master is F32 of \[6400\], expected"),
     ):
-        home, optimizer = begin(other, tmp_path / said[:12].strip() / str(len(said)), options=EngineOptions(**options))
-        before = {name: values.clone() for name, values in home.engine.read_weights()}
+        session, optimizer = begin(
+            other, tmp_path / said[:12].strip() / str(len(said)), options=EngineOptions(**options)
+        )
+        before = {name: values.clone() for name, values in session.engine.read_weights()}
         with pytest.raises(ValueError, match=said):
-            home.load(tmp_path / "save")
-        assert all(torch.equal(values, before[name]) for name, values in home.engine.read_weights())
-        home.close()
+            session.load(tmp_path / "save")
+        assert all(torch.equal(values, before[name]) for name, values in session.engine.read_weights())
+        session.close()
 
 
 def test_a_folder_that_is_there_is_refused_and_what_a_killed_save_has_left_is_not(tmp_path):
     ours = model()
-    home, _ = begin(ours, tmp_path / "run")
+    session, _ = begin(ours, tmp_path / "run")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(ValueError, match="taken exists and is not an empty folder: name a new one"):
-        home.save(tmp_path / "taken")
+        session.save(tmp_path / "taken")
     (tmp_path / ".save.partial").mkdir()
     with pytest.raises(ValueError, match=r"\.save\.partial exists but was not left by a save"):
-        home.save(tmp_path / "save")
+        session.save(tmp_path / "save")
     (tmp_path / ".save.partial" / ".memascend-save").touch()
     (tmp_path / ".save.partial" / "half").touch()
-    home.save(tmp_path / "save", background=False)
+    session.save(tmp_path / "save", background=False)
     assert not (tmp_path / ".save.partial").exists()
-    home.close()
+    session.close()
 
 
 def test_a_full_disk_is_one_line_for_whoever_waits_and_training_goes_on(tmp_path, monkeypatch):
     ours, theirs = model(), model()
-    (home, optimizer), (other, another) = begin(ours, tmp_path / "ours"), begin(theirs, tmp_path / "theirs")
+    (session, optimizer), (other, another) = begin(ours, tmp_path / "ours"), begin(theirs, tmp_path / "theirs")
     full_in_a_save(monkeypatch)
-    save = home.save(tmp_path / "save")
+    save = session.save(tmp_path / "save")
     assert loop(ours, optimizer, batches(3)) == loop(theirs, another, batches(3))
     with pytest.raises(ValueError, match=r"cannot save .*/save: No space left on device; free space, or name a folder"):
         save.wait()
     assert not (tmp_path / "save").exists()
     assert not (tmp_path / ".save.partial").exists()
-    home.close()
+    session.close()
     other.close()
 
 
 def test_an_error_that_nobody_has_asked_for_is_raised_by_close_but_not_over_another_error(tmp_path, monkeypatch):
     full_in_a_save(monkeypatch)
-    home, _ = begin(model(), tmp_path / "run")
-    with pytest.raises(ValueError, match="cannot save"), home:
-        home.save(tmp_path / "save")
-    home, _ = begin(model(), tmp_path / "run", resume=True)
+    session, _ = begin(model(), tmp_path / "run")
+    with pytest.raises(ValueError, match="cannot save"), session:
+        session.save(tmp_path / "save")
+    session, _ = begin(model(), tmp_path / "run", resume=True)
     saves = []
 
     def fails():
-        saves.append(home.save(tmp_path / "save"))
+        saves.append(session.save(tmp_path / "save"))
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), home:
+    with pytest.raises(ZeroDivisionError), session:
         fails()
     assert isinstance(saves[0].error(), ValueError)
 
 
 def test_between_backward_and_step_a_save_is_refused_and_leaves_nothing(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     (ids,) = batches(1)
     ours(ids).backward()
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) first"):
-        home.save(tmp_path / "save")
+        session.save(tmp_path / "save")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     optimizer.step()
-    home.save(tmp_path / "save", background=False)
-    home.close()
+    session.save(tmp_path / "save", background=False)
+    session.close()
 
 
 def test_the_end_of_the_context_waits_for_a_save(tmp_path, monkeypatch):
@@ -196,9 +198,9 @@ def test_the_end_of_the_context_waits_for_a_save(tmp_path, monkeypatch):
         return following(self, under_way)
 
     monkeypatch.setattr(Snapshot, "next", patient)
-    home, _ = begin(model(), tmp_path / "run")
-    with home:
-        save = home.save(tmp_path / "save")
+    session, _ = begin(model(), tmp_path / "run")
+    with session:
+        save = session.save(tmp_path / "save")
         assert not save.done()
         threading.Timer(0.1, go_on.set).start()
     assert save.done()
@@ -206,8 +208,8 @@ def test_the_end_of_the_context_waits_for_a_save(tmp_path, monkeypatch):
 
 
 def test_without_an_optimizer_there_is_nothing_to_save(tmp_path):
-    home = streaming(tmp_path / "run")
+    session = streaming(tmp_path / "run")
     with pytest.raises(RuntimeError, match="create the optimizer first"):
-        home.save(tmp_path / "save")
+        session.save(tmp_path / "save")
     with pytest.raises(RuntimeError, match="create the optimizer first"):
-        home.load(tmp_path / "save")
+        session.load(tmp_path / "save")

@@ -22,7 +22,7 @@ EACH = [(name, value) for name, values in WRONG.items() for value in values]
 @pytest.mark.parametrize("options", [{"versions": 1}, {"versions": 2}, {"versions": 2, "wait": True}], ids=str)
 def test_a_setting_that_adamw_does_not_take_is_refused_before_an_update_and_the_loop_goes_on(tmp_path, options):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     other = AdamW(theirs.parameters(), **SETTINGS)
     assert loop(ours, optimizer, data[:1]) == loop(theirs, other, data[:1])
     group = optimizer.param_groups[0]
@@ -32,15 +32,15 @@ def test_a_setting_that_adamw_does_not_take_is_refused_before_an_update_and_the_
             loop(ours, optimizer, data[1:2])
         group[name] = before
         optimizer.zero_grad()
-        assert home.steps == 1
+        assert session.steps == 1
     assert loop(ours, optimizer, data[1:2]) == loop(theirs, other, data[1:2])
-    home.close()
+    session.close()
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run", resume=True, options=EngineOptions(**options))
-    assert home.steps == 2
+    session, optimizer = begin(ours, tmp_path / "run", resume=True, options=EngineOptions(**options))
+    assert session.steps == 2
     assert loop(ours, optimizer, data[2:]) == loop(theirs, other, data[2:])
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
 
 
 def shape(state):
@@ -76,7 +76,7 @@ def members(state):
 )
 def test_states_that_do_not_fit_are_refused_whole(tmp_path, wrong):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     other = AdamW(theirs.parameters(), **SETTINGS)
     assert loop(ours, optimizer, data[:1]) == loop(theirs, other, data[:1])
     state = copy.deepcopy(other.state_dict())
@@ -87,27 +87,27 @@ def test_states_that_do_not_fit_are_refused_whole(tmp_path, wrong):
     assert "\n" not in str(error.value)
     assert optimizer.param_groups[0]["lr"] == SETTINGS["lr"]
     assert loop(ours, optimizer, data[1:]) == loop(theirs, other, data[1:])
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"versions": 1}], ids=str)
 def test_a_step_without_gradients_between_a_forward_pass_and_its_backward_pass_is_one_line(tmp_path, options):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     loss = ours(data[0])
     optimizer.step()
     with pytest.raises(RuntimeError, match="over a graph from before the last"):
         loss.backward()
     optimizer.zero_grad()
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
 
 
 def test_what_is_known_of_a_unit_s_memory_does_not_grow_with_the_steps(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(30))
-    assert max(map(len, home.engine.weights._storages.values())) <= 4
-    home.remove()
+    assert max(map(len, session.engine.weights._storages.values())) <= 4
+    session.remove()

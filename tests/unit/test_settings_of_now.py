@@ -52,7 +52,7 @@ def in_groups(of):
 def test_changes_of_settings_are_followed_as_in_memory(tmp_path, change, wait):
     torch.manual_seed(0)
     ours, theirs = model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", params=in_groups(ours), wait=wait)
+    session, optimizer = begin(ours, tmp_path / "run", params=in_groups(ours), wait=wait)
     other = AdamW(in_groups(theirs), **SETTINGS)
     changed, changed_other = change(optimizer), change(other)
     for number, lr in enumerate((None, 0.2)):
@@ -60,30 +60,30 @@ def test_changes_of_settings_are_followed_as_in_memory(tmp_path, change, wait):
             optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"] = lr
         data = batches(2, seed=number)
         assert loop(ours, changed[0], data, changed[1]) == loop(theirs, changed_other[0], data, changed_other[1])
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
 
 
 def test_a_scheduler_before_step_is_noticed_after_load_state_dict(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     optimizer.load_state_dict(optimizer.state_dict())
     ours(batches(1)[0]).backward()
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(RuntimeError, match="were changed between backward"):
         optimizer.step()
-    home.remove()
+    session.remove()
 
 
 def test_a_parameter_taken_out_of_its_group_is_one_line(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     optimizer.param_groups[0]["params"].pop()
     ours(batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match="no longer in any param group of the optimizer: put it back") as error:
         optimizer.step()
     assert "\n" not in str(error.value)
-    home.remove()
+    session.remove()
 
 
 def test_a_schedule_of_the_trainer_is_followed(tmp_path):
@@ -104,9 +104,9 @@ def test_a_schedule_of_the_trainer_is_followed(tmp_path):
         return transformers.AutoModelForCausalLM.from_config(transformers.Qwen2Config(**sizes, **heads))
 
     ours, theirs = made(), made()
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     train(ours, optimizer)
     train(theirs, AdamW(theirs.parameters(), **SETTINGS))
     assert optimizer.param_groups[0]["lr"] == 0
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()

@@ -57,9 +57,9 @@ def cut_out_of_one_memory(model):
 
 
 def begin(folder, model, **options):
-    home = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False), **options)
-    home.hook(model)
-    return home, home.optimizer(torch.optim.AdamW, lr=1e-2)
+    session = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False), **options)
+    session.hook(model)
+    return session, session.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
 @pytest.mark.parametrize("share", [tied_by_data, tied_by_data_in_blocks, seen_by_a_buffer, seen_by_an_attribute])
@@ -68,9 +68,9 @@ def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_pat
     share(model)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(NotStreamable, match="share memory") as refused:
-        begin(tmp_path / "home", model)
+        begin(tmp_path / "session", model)
     assert "\n" not in str(refused.value)
-    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "session").exists()
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
 
 
@@ -78,19 +78,19 @@ def test_the_old_spectral_norm_is_refused_with_the_one_to_use(tmp_path):
     model = Model()
     nn.utils.spectral_norm(model.layers[1].linear)
     with pytest.raises(NotStreamable, match=r"share memory.* use torch\.nn\.utils\.parametrizations\.spectral_norm$"):
-        begin(tmp_path / "home", model)
+        begin(tmp_path / "session", model)
 
 
 def test_parameters_beside_each_other_in_one_memory_and_tied_ones_train(tmp_path):
     model = Model()
     cut_out_of_one_memory(model)
     model.head.weight = model.embedding.weight
-    home, optimizer = begin(tmp_path / "home", model)
+    session, optimizer = begin(tmp_path / "session", model)
     model(torch.arange(8)).backward()
     optimizer.step()
-    home.close()
-    home, _ = begin(tmp_path / "home", model, resume=True)  # whose parameters are empty
-    home.close()
+    session.close()
+    session, _ = begin(tmp_path / "session", model, resume=True)  # whose parameters are empty
+    session.close()
 
 
 class Normalized(Block):
@@ -131,19 +131,19 @@ def with_head():
 @pytest.mark.parametrize("make", [lambda: Model(Normalized), lambda: Model(Replaced), with_head])
 def test_weights_that_a_forward_pass_changes_are_refused_by_name(tmp_path, make, graph):
     model = make()
-    home, _ = begin(tmp_path / "home", model)
+    session, _ = begin(tmp_path / "session", model)
     with torch.set_grad_enabled(graph), pytest.raises(NotStreamable, match=r"weight is changed in the forward pass"):
         model(torch.arange(8))
-    home.close()
+    session.close()
 
 
 def test_weights_that_are_others_for_a_moment_alone_train_as_in_memory(tmp_path):
     torch.manual_seed(0)
     ours = Model(ReplacedForAMoment)
     theirs = copy.deepcopy(ours)
-    home, optimizer = begin(tmp_path / "home", ours)
+    session, optimizer = begin(tmp_path / "session", ours)
     losses = [model(torch.arange(8)) for model in (ours, theirs)]
     assert losses[0].item() == losses[1].item()
     losses[0].backward()
     optimizer.step()
-    home.close()
+    session.close()

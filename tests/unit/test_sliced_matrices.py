@@ -57,7 +57,7 @@ def streamed(of, folder, ledger=None, **options):
     groups = [{"params": [p for p in of.parameters() if p.requires_grad], **SETTINGS}]
     allocator = PageAlignedPinnedAllocator(ledger or Ledger(), lock=False)
     options = EngineOptions(**{"piece_elements": PIECE, "checkpoints": "device", **options})
-    return StreamingEngine.start(of, folder / "home", groups, options, allocator=allocator)
+    return StreamingEngine.start(of, folder / "session", groups, options, allocator=allocator)
 
 
 def train(of, engine, data):
@@ -194,9 +194,9 @@ def test_state_dicts_hold_whole_matrices_and_a_resume_goes_on(tmp_path):
     losses = []
     for resume in (False, True):
         ours = model(bias=True)
-        with streaming(tmp_path / "home", resume=resume) as home:
-            home.hook(ours)
-            optimizer = home.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
+        with streaming(tmp_path / "session", resume=resume) as session:
+            session.hook(ours)
+            optimizer = session.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
             for ids in data[2 * resume : 2 * resume + 2]:
                 losses.append(ours(ids))
                 losses[-1].backward()

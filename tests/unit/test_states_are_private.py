@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memascend import _C
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.streaming import streaming
 from memascend.integrations.deepspeed import swapped_states
 from memascend.memory.ledger import Ledger
@@ -37,16 +37,16 @@ def modes(folder):
 def test_the_states_of_a_streamed_model_are_readable_by_their_owner_alone(tmp_path):
     before = os.umask(0o022)
     try:
-        home = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+        session = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
         ours = model()
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, wait=True, **SETTINGS)
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, wait=True, **SETTINGS)
         (ids,) = batches(1)
         ours(ids).backward()
         found = modes(tmp_path / "run")
         optimizer.step()
         found |= modes(tmp_path / "run")
-        home.close()
+        session.close()
     finally:
         os.umask(before)
     assert found
@@ -58,10 +58,10 @@ def test_a_link_in_the_place_of_the_states_is_not_followed(tmp_path):
     victim.write_text("keep me")
     folder.mkdir()
     (folder / "states.memascend").symlink_to(victim)
-    home = streaming(folder)
-    home.hook(model())
+    session = streaming(folder)
+    session.hook(model())
     with pytest.raises(ValueError, match="is not empty"):
-        home.optimizer(torch.optim.AdamW)
+        session.optimizer(torch.optim.AdamW)
     assert victim.read_text() == "keep me"
 
 
@@ -133,14 +133,14 @@ def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypat
     if was_there:
         folder.mkdir()
     monkeypatch.setattr(os, "posix_fallocate", refused)
-    home = homes.StateHome.create(folder, "t", [1 << 20])
+    session = state_store.StateStore.create(folder, "t", [1 << 20])
     path = next(folder.glob("states*"))
     assert path.stat().st_blocks * 512 >= path.stat().st_size  # all space is taken, also where it has to be written
-    home.close()
-    homes.remove(folder, keep_folder=was_there)
-    monkeypatch.setattr(homes, "_fill_with_zeros", full)
+    session.close()
+    state_store.remove(folder, keep_folder=was_there)
+    monkeypatch.setattr(state_store, "_fill_with_zeros", full)
     with pytest.raises(StorageError, match="no space left"):
-        homes.StateHome.create(folder, "t", [1 << 20])
+        state_store.StateStore.create(folder, "t", [1 << 20])
     assert folder.exists() == was_there
 
 

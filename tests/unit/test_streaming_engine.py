@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks
-from memascend.engine.home import NotThisModel
 from memascend.engine.layout import Kind, make_layout
 from memascend.engine.limit import Phase, Rates, limit_of
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.state_store import NotThisModel
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
@@ -74,7 +74,7 @@ def groups(of, **settings):
 
 def streamed(of, folder, ledger=None, **options):
     allocator = PageAlignedPinnedAllocator(ledger or Ledger(), lock=False)
-    return StreamingEngine.start(of, folder / "home", groups(of), EngineOptions(**options), allocator=allocator)
+    return StreamingEngine.start(of, folder / "session", groups(of), EngineOptions(**options), allocator=allocator)
 
 
 def train(of, engine, data):
@@ -261,8 +261,8 @@ def test_an_update_of_gradients_that_waited_reads_only_weights_that_stay(tmp_pat
     if missing:
         engine.updates._arrived.discard(first.parts[0].key)
     moved = []
-    read = engine.home.read
-    engine.home.read = lambda key, tensor, **how: moved.append(str(key)) or read(key, tensor, **how)
+    read = engine.state_store.read
+    engine.state_store.read = lambda key, tensor, **how: moved.append(str(key)) or read(key, tensor, **how)
     before = {name: values.clone() for name, values in engine.read_weights()}
     moved.clear()
     engine.finish_step()
@@ -464,7 +464,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     ours(data[3]).backward()  # a step that never ends
     engine.close()
     again = model(seed=5, dtype=torch.bfloat16)  # of the same architecture, with other values
-    engine, facts = StreamingEngine.resume(again, tmp_path / "home", groups(again))
+    engine, facts = StreamingEngine.resume(again, tmp_path / "session", groups(again))
     assert facts == {"at": 3}
     assert first + train(again, engine, data[3:]) == train_in_memory(theirs, data)
     assert_equal(engine, theirs)
@@ -473,7 +473,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     with pytest.raises(
         NotThisModel, match=r"this model has layers\.\d.*, which it has not\. Create the model as it was"
     ):
-        StreamingEngine.resume(other, tmp_path / "home", groups(other))
+        StreamingEngine.resume(other, tmp_path / "session", groups(other))
 
 
 @pytest.mark.parametrize("chosen", [{}, {"versions": 1}], ids=["two versions", "one version"])
@@ -486,7 +486,7 @@ def test_states_that_an_earlier_version_cut_into_more_pieces_go_on_to_the_same_b
     assert [len(unit.pieces) for unit in engine.layout.units if unit.kind is Kind.BLOCK] == [2, 2]
     first = train(ours, engine, data[:2])
     engine.close()
-    engine, _ = StreamingEngine.resume(again, tmp_path / "home", groups(again), EngineOptions(**chosen))
+    engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), EngineOptions(**chosen))
     assert first + train(again, engine, data[2:]) == train_in_memory(theirs, data)
     assert_equal(engine, theirs)
     engine.close()

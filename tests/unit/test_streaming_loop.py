@@ -17,9 +17,9 @@ from tests.unit.test_streaming_engine import SETTINGS, batches, model
 
 
 def begin(of, folder, *, resume=False, note=None, **options):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(of)
-    return home, home.optimizer(torch.optim.AdamW, **{**SETTINGS, **options})
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(of)
+    return session, session.optimizer(torch.optim.AdamW, **{**SETTINGS, **options})
 
 
 def loop(of, optimizer, data, scheduler=None, max_norm=None):
@@ -37,8 +37,8 @@ def loop(of, optimizer, data, scheduler=None, max_norm=None):
     return losses
 
 
-def assert_equal(home, other):
-    found = {name: values.clone() for name, values in home.engine.read_weights()}
+def assert_equal(session, other):
+    found = {name: values.clone() for name, values in session.engine.read_weights()}
     for name, values in other.named_parameters():
         assert torch.equal(found[name], values.cpu()), name
 
@@ -46,14 +46,14 @@ def assert_equal(home, other):
 def test_three_lines_around_a_plain_loop(tmp_path):
     torch.manual_seed(0)
     ours, theirs = model(), model()
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, **SETTINGS)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, **SETTINGS)
         losses = loop(ours, optimizer, batches(3))
         assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3))
-        assert_equal(home, theirs)
-        assert home.steps == 3
-        home.remove()
+        assert_equal(session, theirs)
+        assert session.steps == 3
+        session.remove()
     assert list(tmp_path.iterdir()) == []
     assert torch.isnan(next(ours.parameters())).all()
 
@@ -61,14 +61,14 @@ def test_three_lines_around_a_plain_loop(tmp_path):
 def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
     """LoHan's Fig. 4b leaves optimizer.step() out."""
     ours, theirs = model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", implicit_step=True)
+    session, optimizer = begin(ours, tmp_path / "run", implicit_step=True)
     for ids in batches(3):
         ours(ids).backward()
     optimizer.step()
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3))
-    assert home.steps == 3
-    assert_equal(home, theirs)
-    home.close()
+    assert session.steps == 3
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_schedulers_and_groups_are_torch_s(tmp_path):
@@ -78,12 +78,12 @@ def test_schedulers_and_groups_are_torch_s(tmp_path):
         decayed, others = ([p for p in of.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False))
         return [{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.1}]
 
-    home, optimizer = begin(ours, tmp_path / "run", params=groups(ours))
+    session, optimizer = begin(ours, tmp_path / "run", params=groups(ours))
     other = AdamW(groups(theirs), **SETTINGS)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (optimizer, other)]
     assert loop(ours, optimizer, batches(3), schedulers[0]) == loop(theirs, other, batches(3), schedulers[1])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 SCHEDULERS = {
@@ -96,10 +96,10 @@ SCHEDULERS = {
 def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, scheduled):
     """Rates are kept as the last completed step had them."""
 
-    def step(of, optimizer, scheduler, ids, home=None):
+    def step(of, optimizer, scheduler, ids, session=None):
         of(ids).backward()
-        if home is not None:
-            home.note = {"schedule": scheduler.state_dict()}
+        if session is not None:
+            session.note = {"schedule": scheduler.state_dict()}
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -111,32 +111,32 @@ def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, schedul
         step(theirs, other, schedule, ids)
     for resume in (False, True):
         ours = model()
-        home, optimizer = begin(ours, tmp_path / "run", resume=resume)
+        session, optimizer = begin(ours, tmp_path / "run", resume=resume)
         scheduler = scheduled(optimizer)
         if resume:
-            scheduler.load_state_dict(home.note["schedule"])
+            scheduler.load_state_dict(session.note["schedule"])
             scheduler.step()
         for ids in batches(4)[2 * resume : 2 + 2 * resume]:
-            step(ours, optimizer, scheduler, ids, home)
+            step(ours, optimizer, scheduler, ids, session)
         if not resume:
-            home.close()
-    assert_equal(home, theirs)
-    home.close()
+            session.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
     stock, ours, theirs = torch.nn.utils.clip_grad_norm_, model(), model()
-    home, optimizer = begin(ours, tmp_path / "run", wait=True)
+    session, optimizer = begin(ours, tmp_path / "run", wait=True)
     expected = loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3), max_norm=0.1)
     assert loop(ours, optimizer, batches(3), max_norm=0.1) == pytest.approx(expected, rel=1e-5)
-    home.close()
+    session.close()
     assert torch.nn.utils.clip_grad_norm_ is stock
 
 
 def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
     """torch would find no gradient, and clip nothing without a word."""
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     ours(batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"consumed as they arrive\. To clip them"):
         torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
@@ -144,18 +144,18 @@ def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
     other(torch.ones(2)).sum().backward()
     assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0  # another model's are torch's
     optimizer.step()
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
     data, ours, theirs = batches(4), model(dtype=dtype), model(dtype=dtype)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:2])
     other = AdamW(theirs.parameters(), **SETTINGS)
     loop(theirs, other, data[:2])
     saved, weights = optimizer.state_dict(), ours.state_dict()
-    home.remove()
+    session.remove()
     expected = other.state_dict()
     assert {k for s in saved["state"].values() for k in s} == {k for s in expected["state"].values() for k in s}
     for number, state in expected["state"].items():
@@ -164,55 +164,55 @@ def test_a_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
     plain = model(seed=9, dtype=dtype)
     plain.load_state_dict(weights)
     again = copy.deepcopy(plain)
-    home, optimizer = begin(again, tmp_path / "again")
+    session, optimizer = begin(again, tmp_path / "again")
     optimizer.load_state_dict(saved)
     in_torch = AdamW(plain.parameters(), **SETTINGS)
     in_torch.load_state_dict(saved)
     assert loop(again, optimizer, data[2:]) == loop(theirs, other, data[2:]) == loop(plain, in_torch, data[2:])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_loop_goes_on_after_its_last_step_with_the_user_s_note(tmp_path):
     data, ours, theirs = batches(4), model(), model()
-    home, optimizer = begin(ours, tmp_path / "run")
-    home.note["epoch"] = 7
+    session, optimizer = begin(ours, tmp_path / "run")
+    session.note["epoch"] = 7
     losses = loop(ours, optimizer, data[:2])
     ours(data[2]).backward()
-    home.close()
+    session.close()
     with pytest.raises(ValueError, match="holds the states of an earlier training"):
         streaming(tmp_path / "run")
     again = model(seed=3)
-    home, optimizer = begin(again, tmp_path / "run", resume=True)
-    assert (home.note, home.steps) == ({"epoch": 7}, 2)
+    session, optimizer = begin(again, tmp_path / "run", resume=True)
+    assert (session.note, session.steps) == ({"epoch": 7}, 2)
     losses += loop(again, optimizer, data[2:])
     assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    home.close()
+    session.close()
     with pytest.raises(ValueError, match="holds no states to continue from"):
         streaming(tmp_path / "nothing", resume=True)
 
 
 def test_zero_grad_after_backward_forgets_what_was_updated(tmp_path):
     data, ours, theirs = batches(3), model(), model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     losses = loop(ours, optimizer, data[:1])
     ours(data[1]).backward()
     optimizer.zero_grad()
     losses += loop(ours, optimizer, data[2:])
     assert losses == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), [data[0], data[2]])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_waiting_gradients_are_said_once(tmp_path, caplog):
     ours = model()
     with caplog.at_level(logging.INFO, "memascend"):
-        home, optimizer = begin(ours, tmp_path / "run", clip=1.0)
+        session, optimizer = begin(ours, tmp_path / "run", clip=1.0)
         loop(ours, optimizer, batches(3))
     assert [r.message for r in caplog.records].count(
         "memascend: gradients wait on the SSD for their norm: one more write and read of them per step"
     ) == 1
-    home.close()
+    session.close()
 
 
 @pytest.mark.parametrize(
@@ -228,39 +228,39 @@ def test_waiting_gradients_are_said_once(tmp_path, caplog):
 def test_what_cannot_be_streamed_is_refused_and_leaves_the_model_alone(tmp_path, kind, settings, message):
     ours = model()
     before = copy.deepcopy(ours)
-    home = streaming(tmp_path / "run")
-    home.hook(ours)
+    session = streaming(tmp_path / "run")
+    session.hook(ours)
     with pytest.raises(ValueError, match=message):
-        home.optimizer(kind, **settings)
+        session.optimizer(kind, **settings)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), before.parameters(), strict=True))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
     ours = model()
-    home = streaming(tmp_path / "run")
-    home.hook(ours)
+    session = streaming(tmp_path / "run")
+    session.hook(ours)
     with pytest.raises(ValueError, match="is in no param group of the optimizer"):
-        home.optimizer(torch.optim.AdamW, list(ours.layers.parameters()))
+        session.optimizer(torch.optim.AdamW, list(ours.layers.parameters()))
     assert list(tmp_path.iterdir()) == []
     assert not torch.isnan(ours.head.weight).any()
 
 
 def test_a_setting_that_is_asked_for_later_is_refused_and_the_loop_goes_on_without_it(tmp_path):
     data, ours, theirs = batches(2), model(), model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     optimizer.param_groups[0]["maximize"] = True
     with pytest.raises(ValueError, match="a parameter group sets maximize"):
         loop(ours, optimizer, data[:1])
     optimizer.param_groups[0]["maximize"] = False
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_states_are_begun_anew_by_load_state_dict_and_not_by_an_assignment(tmp_path):
     data, ours, theirs = batches(3), model(), model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     other = AdamW(theirs.parameters(), **SETTINGS)
     loop(ours, optimizer, data[:2])
     loop(theirs, other, data[:2])
@@ -269,14 +269,14 @@ def test_states_are_begun_anew_by_load_state_dict_and_not_by_an_assignment(tmp_p
     optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
     other.load_state_dict({"state": {}, "param_groups": other.state_dict()["param_groups"]})
     assert loop(ours, optimizer, data[2:]) == loop(theirs, other, data[2:])
-    assert_equal(home, theirs)
-    home.close()
+    assert_equal(session, theirs)
+    session.close()
 
 
 def test_a_closed_home_says_how_to_open_it(tmp_path):
-    home, _ = begin(model(), tmp_path / "run")
-    home.close()
-    for use in (home.__enter__, lambda: home.hook(model()), lambda: home.optimizer(lr=1.0)):
+    session, _ = begin(model(), tmp_path / "run")
+    session.close()
+    for use in (session.__enter__, lambda: session.hook(model()), lambda: session.optimizer(lr=1.0)):
         with pytest.raises(RuntimeError, match="is closed: open it again"):
             use()
 
@@ -296,10 +296,10 @@ def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, mo
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     ours = model()
-    home = streaming(tmp_path / "run")
-    home.hook(ours)
+    session = streaming(tmp_path / "run")
+    session.hook(ours)
     with pytest.raises(StorageError, match="two versions of all states do not fit") as full:
-        home.optimizer(torch.optim.AdamW)
+        session.optimizer(torch.optim.AdamW)
     assert full.value.errno == errno.ENOSPC
     assert str(full.value).count("free space") == 1
     assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,7 @@ def test_a_device_that_is_not_there_is_one_line_and_leaves_the_model_alone(tmp_p
     of = on_the_cpu.model()
     missing = "xpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ValueError, match=f"torch sees no {missing} device with streams .*: leave device out"):
-        StreamingEngine.start(of, tmp_path / "home", on_the_cpu.groups(of), EngineOptions(device=missing))
+        StreamingEngine.start(of, tmp_path / "session", on_the_cpu.groups(of), EngineOptions(device=missing))
     assert of(on_the_cpu.batches(1)[0]).isfinite()
     assert list(tmp_path.iterdir()) == []
 

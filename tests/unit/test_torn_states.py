@@ -6,10 +6,9 @@ import logging
 import pytest
 import torch
 
-from memascend.engine import home as homes
-from memascend.engine import one_version
-from memascend.engine.home import TornStates
+from memascend.engine import one_version, state_store
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import TornStates
 from memascend.engine.streaming import streaming
 from tests.killed import Loop
 from tests.unit import test_one_version as with_redo
@@ -90,7 +89,7 @@ def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused
     reached = []
     for kill in sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name)):
         try:
-            reached.append(homes.kept_facts(kill)["step"])
+            reached.append(state_store.kept_facts(kill)["step"])
         except TornStates:
             reached.append("torn")
             with pytest.raises(TornStates, match=f"{kill}: .* which are torn .*: continue from the last checkpoint"):
@@ -168,44 +167,44 @@ def test_states_that_were_closed_between_steps_are_whole_and_a_checkpoint_is_a_c
     """The state dict of a loop of three lines does not change with the steps after it."""
     options = EngineOptions(versions=1, redo=False)
 
-    def loop(home, of, steps, saved=None):
-        home.hook(of)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, options=options)
+    def loop(session, of, steps, saved=None):
+        session.hook(of)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, options=options)
         if saved is not None:
             optimizer.load_state_dict(saved["optimizer"])
-        for step in steps(home):
-            home.note = {"seen": step + 1}
+        for step in steps(session):
+            session.note = {"seen": step + 1}
             of(batch(step)).backward()
             optimizer.step()
-        return contents(home.engine), optimizer
+        return contents(session.engine), optimizer
 
     def digest(state):
         tensors = [v for each in state["state"].values() for v in each.values()]
         return [hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in tensors]
 
-    with streaming(tmp_path / "whole") as home:
-        expected, _ = loop(home, model(), lambda _: range(4))
-    with streaming(tmp_path / "ours") as home:
+    with streaming(tmp_path / "whole") as session:
+        expected, _ = loop(session, model(), lambda _: range(4))
+    with streaming(tmp_path / "ours") as session:
         ours = model()
-        _, optimizer = loop(home, ours, lambda _: range(2))
+        _, optimizer = loop(session, ours, lambda _: range(2))
         saved = {"optimizer": optimizer.state_dict(), "model": ours.state_dict()}
         of_saving = digest(saved["optimizer"])
         ours(batch(2)).backward()
         optimizer.step()
         assert digest(saved["optimizer"]) == of_saving
         assert digest(optimizer.state_dict()) != of_saving
-    with streaming(tmp_path / "ours", resume=True) as home:
-        assert_same(loop(home, model(), lambda _: range(3, 4))[0], expected)
+    with streaming(tmp_path / "ours", resume=True) as session:
+        assert_same(loop(session, model(), lambda _: range(3, 4))[0], expected)
     again = model()
     again.load_state_dict(saved["model"])
-    with streaming(tmp_path / "again") as home:
-        assert_same(loop(home, again, lambda _: range(2, 4), saved)[0], expected)
+    with streaming(tmp_path / "again") as session:
+        assert_same(loop(session, again, lambda _: range(2, 4), saved)[0], expected)
 
 
 _LOOP = """
 import hashlib, os, sys
 import torch
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from tests.unit.test_one_version import batch, contents, model
 from tests.unit.test_torn_states import begin, resume
 
@@ -213,14 +212,14 @@ folder, steps, saved = sys.argv[1], int(sys.argv[2]), sys.argv[1] + ".checkpoint
 torch.set_num_threads(1)
 of, done = model(torch.bfloat16), 0
 try:
-    kept, how = homes.is_home(folder) and homes.kept_facts(folder).get("step"), "kept"
-except homes.TornStates:
+    kept, how = state_store.holds_states(folder) and state_store.kept_facts(folder).get("step"), "kept"
+except state_store.TornStates:
     kept, how = None, "torn"
 if kept:
     engine, facts = resume(of, folder)
     done = facts["step"]
 else:
-    homes.remove(folder)
+    state_store.remove(folder)
     checkpoint = torch.load(saved) if os.path.exists(saved) else None
     if checkpoint is not None:
         of.load_state_dict(checkpoint["weights"])

@@ -60,13 +60,13 @@ def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path
     plain = AdamW(theirs.parameters(), lr=1e-2)
     expected = train(theirs, plain, range(6))
     chosen = EngineOptions(unfreezes=True, **options)
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        found = train(ours, home.optimizer(torch.optim.AdamW, lr=1e-2, options=chosen), range(3))
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        found = train(ours, session.optimizer(torch.optim.AdamW, lr=1e-2, options=chosen), range(3))
         assert not any(parameter.requires_grad for parameter in ours.embed.parameters())
-    with streaming(tmp_path / "states", resume=True) as home:
-        home.hook(again)
-        optimizer = home.optimizer(torch.optim.AdamW, again.parameters(), lr=1e-2, options=chosen)
+    with streaming(tmp_path / "states", resume=True) as session:
+        session.hook(again)
+        optimizer = session.optimizer(torch.optim.AdamW, again.parameters(), lr=1e-2, options=chosen)
         assert found + train(again, optimizer, range(3, 6)) == expected
         loops.assert_equal(again.state_dict(), theirs.state_dict())
         kept, steps = (
@@ -82,10 +82,10 @@ def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
     ours = made(vocabulary=5000)
     before = {name: values.clone() for name, values in ours.state_dict().items()}
     ours.head.requires_grad_(False)
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2, unfreezes=True)
-        assert {"embed", "head"} <= set(home.engine.units.matrices)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, unfreezes=True)
+        assert {"embed", "head"} <= set(session.engine.units.matrices)
         train(ours, optimizer, range(1, 5))
         found = ours.state_dict()
         assert not torch.equal(found["norm.weight"], before["norm.weight"])
@@ -93,14 +93,14 @@ def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
         assert torch.equal(found["head.weight"], before["head.weight"])
         ours.head.requires_grad_(True)
         train(ours, optimizer, [5])
-        assert (home.engine.steps["head.weight"], home.engine.steps["norm.weight"]) == (1, 5)
+        assert (session.engine.steps["head.weight"], session.engine.steps["norm.weight"]) == (1, 5)
         assert not torch.equal(ours.state_dict()["embed.weight"], before["embed.weight"])
 
 
 def test_unfreezing_that_was_not_announced_names_the_option(tmp_path):
     ours = made()
-    with streaming(tmp_path / "states") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=1e-2)
+    with streaming(tmp_path / "states") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         with pytest.raises(NotStreamable, match=r"norm\.weight was frozen when .*\(unfreezes=True\)"):
             train(ours, optimizer, range(2))

@@ -49,21 +49,21 @@ OTHERS = [slow(name) for name in SHAPES if name not in (*INDEPENDENT, *REFUSED)]
 
 
 class Loop:
-    """A model in a home, and the body of a loop over micro-batches."""
+    """A model in a session, and the body of a loop over micro-batches."""
 
     def __init__(self, model, folder, count, *, order="vertical", **options):
         self.model, self.count, self.order = model, count, order
-        self.home = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-        self.home.hook(model)
+        self.session = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+        self.session.hook(model)
         settings = {"accumulate": count, "options": EngineOptions(**options), **SETTINGS}
-        self.optimizer = self.home.optimizer(torch.optim.AdamW, **settings)
+        self.optimizer = self.session.optimizer(torch.optim.AdamW, **settings)
         self.moved = []
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.home.close()
+        self.session.close()
 
     def body(self, ids):
         loss = self.model(ids) / self.count
@@ -72,17 +72,17 @@ class Loop:
 
     def accumulate(self, step, body=None):
         data = [batch(step * self.count + n) for n in range(self.count)]
-        return self.home.accumulate(body or self.body, data, order=self.order)
+        return self.session.accumulate(body or self.body, data, order=self.order)
 
     def step(self, step, body=None):
-        before = self.home.engine.transferred
+        before = self.session.engine.transferred
         losses = self.accumulate(step, body)
         self.optimizer.step()
-        self.moved.append([now - then for now, then in zip(self.home.engine.transferred, before, strict=True)])
+        self.moved.append([now - then for now, then in zip(self.session.engine.transferred, before, strict=True)])
         return losses
 
     def contents(self):
-        engine = self.home.engine
+        engine = self.session.engine
         found = {name: values.clone() for name, values in engine.read_weights()}
         for name in engine.steps:
             found |= {f"{name} {key}": values.clone() for key, values in engine.read_states(name).items()}
@@ -99,7 +99,7 @@ def trained(kind, folder, count, order, dtype=torch.float32, **options):
     with Loop(made(kind, dtype), folder, count, order=order, **options) as loop:
         torch.manual_seed(7)
         losses = [loop.step(number) for number in range(STEPS)]
-        return losses, loop.contents(), torch.rand(3), loop.home.engine.accumulated[0]
+        return losses, loop.contents(), torch.rand(3), loop.session.engine.accumulated[0]
 
 
 def assert_both_orders_are_equal(kind, folder, count, expected, *rest, **options):
@@ -160,10 +160,10 @@ def test_micro_batches_in_two_calls_add_up_in_their_order(tmp_path):
         with Loop(made("Plain"), tmp_path / order, 4, order=order) as loop:
             for step in range(STEPS):
                 data = [batch(4 * step + n) for n in range(4)]
-                loop.home.accumulate(loop.body, data[:2], order=order)
-                assert loop.home.engine.accumulated[0] == (order if step else "horizontal")
-                loop.home.accumulate(loop.body, data[2:], order=order)
-                assert loop.home.engine.accumulated[0] == "horizontal"
+                loop.session.accumulate(loop.body, data[:2], order=order)
+                assert loop.session.engine.accumulated[0] == (order if step else "horizontal")
+                loop.session.accumulate(loop.body, data[2:], order=order)
+                assert loop.session.engine.accumulated[0] == "horizontal"
                 loop.optimizer.step()
             found.append(loop.contents())
     assert all(torch.equal(found[1][name], values) for name, values in found[0].items())
@@ -355,7 +355,7 @@ def test_another_mode_of_the_model_is_looked_at_anew(tmp_path):
         for training in (True, True, False, False, True):
             loop.model.train(training)
             loop.step(len(orders))
-            orders.append(loop.home.engine.accumulated[0])
+            orders.append(loop.session.engine.accumulated[0])
     assert orders == ["horizontal"] * 3 + ["vertical", "horizontal"]
 
 
@@ -374,9 +374,9 @@ def test_what_another_thread_would_not_have_keeps_them_in_turn(tmp_path, around)
             context = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with context:
             loop.step(1)
-        assert loop.home.engine.accumulated[0] == "horizontal"
+        assert loop.session.engine.accumulated[0] == "horizontal"
         loop.step(2)
-        assert loop.home.engine.accumulated[0] == "vertical"
+        assert loop.session.engine.accumulated[0] == "vertical"
 
 
 def test_autocast_around_the_call_is_that_of_the_micro_batches(tmp_path):
@@ -386,7 +386,7 @@ def test_autocast_around_the_call_is_that_of_the_micro_batches(tmp_path):
             for step in range(STEPS):
                 with torch.autocast("cpu", torch.bfloat16):
                     loop.step(step)
-            assert loop.home.engine.accumulated[0] == order
+            assert loop.session.engine.accumulated[0] == order
             found.append(loop.contents())
     assert all(torch.equal(found[1][name], values) for name, values in found[0].items())
 
@@ -454,10 +454,10 @@ def trained_with_a_trap(trap, folder, where, what, error, **options):
             with pytest.raises(error):
                 loop.accumulate(2, body)
             assert_nothing_runs()
-            assert loop.home.steps == 2
+            assert loop.session.steps == 2
             trap.where = None
         loop.step(2, body)
-        assert loop.home.engine.accumulated[0] == "vertical"
+        assert loop.session.engine.accumulated[0] == "vertical"
         return loop.contents()
 
 
@@ -513,7 +513,7 @@ def test_memory_goes_with_the_call(tmp_path):
     with Loop(made("Plain"), tmp_path / "run", 3) as loop:
         for step in range(STEPS):
             loop.step(step)
-        assert loop.home.engine._together is None
+        assert loop.session.engine._together is None
         assert [each for each in alive() if all(each is not other for other in before)] == []
 
 
@@ -522,12 +522,12 @@ def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
         with pytest.raises(
             RuntimeError, match="3 micro-batches after 0 backward passes of a step that was set to have 2"
         ):
-            loop.home.accumulate(lambda _: pytest.fail("it was called"), range(3))
+            loop.session.accumulate(lambda _: pytest.fail("it was called"), range(3))
         with pytest.raises(ValueError, match="order must be one of vertical, horizontal"):
-            loop.home.accumulate(loop.body, [], order="diagonal")
-        assert loop.home.accumulate(loop.body, []) == []
+            loop.session.accumulate(loop.body, [], order="diagonal")
+        assert loop.session.accumulate(loop.body, []) == []
         with pytest.raises(RuntimeError, match="called inside the function of a micro-batch"):
-            loop.home.accumulate(lambda ids: loop.home.accumulate(loop.body, [ids]), [batch(0), batch(1)])
+            loop.session.accumulate(lambda ids: loop.session.accumulate(loop.body, [ids]), [batch(0), batch(1)])
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])

@@ -59,9 +59,9 @@ def drawn(of, optimizer):
 @pytest.mark.parametrize("kind", ["python", "numpy", "generator"])
 def test_random_numbers_of_any_generator_come_again(tmp_path, kind):
     ours, theirs = blocks(kind), blocks(kind)
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        assert drawn(ours, home.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        assert drawn(ours, session.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
             theirs, AdamW(theirs.parameters(), lr=0.1)
         )
 
@@ -102,17 +102,17 @@ def two_views(of, optimizer, change):
 @pytest.mark.parametrize("change", [attribute, new_buffer, expert, mode], ids=lambda change: change.__name__)
 def test_what_the_loop_changes_between_two_passes_and_their_backward_is_each_pass_s_own(tmp_path, change):
     ours, theirs = blocks(), blocks()
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        found = two_views(ours, home.optimizer(torch.optim.AdamW, lr=0.1), change)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        found = two_views(ours, session.optimizer(torch.optim.AdamW, lr=0.1), change)
         assert found == two_views(theirs, AdamW(theirs.parameters(), lr=0.1), change)
 
 
 def test_a_buffer_that_the_loop_changes_in_place_before_backward_is_one_line(tmp_path):
     ours = blocks()
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        home.optimizer(torch.optim.AdamW, lr=0.1)
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        session.optimizer(torch.optim.AdamW, lr=0.1)
         loss = ours(torch.ones(4, WIDTH)).sum()
         ours[1].scale.fill_(2.0)
         with pytest.raises(
@@ -168,9 +168,9 @@ def test_what_the_model_s_forward_tells_its_blocks_is_each_block_s_own(tmp_path,
     ours = Told(told())
     torch.manual_seed(0)
     theirs = Told(told())
-    with streaming(tmp_path / "run") as home:
-        home.hook(ours)
-        assert drawn(ours, home.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
+    with streaming(tmp_path / "run") as session:
+        session.hook(ours)
+        assert drawn(ours, session.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(
             theirs, AdamW(theirs.parameters(), lr=0.1)
         )
 
@@ -200,9 +200,9 @@ def test_an_input_that_waits_in_memory_and_is_changed_in_place_is_one_line_and_o
     torch.manual_seed(0)
     ours, theirs = AddsInPlace(), AddsInPlace()
     theirs.load_state_dict(ours.state_dict())
-    with streaming(tmp_path / "device") as home:
-        home.hook(ours)
-        optimizer = home.optimizer(torch.optim.AdamW, lr=0.1, options=EngineOptions(checkpoints="device"))
+    with streaming(tmp_path / "device") as session:
+        session.hook(ours)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=0.1, options=EngineOptions(checkpoints="device"))
         with pytest.raises(
             NotStreamable, match=r"layers\.\d that waits in memory was changed in place.*checkpoints='tier'"
         ):
@@ -212,7 +212,7 @@ def test_an_input_that_waits_in_memory_and_is_changed_in_place_is_one_line_and_o
     assert all(torch.equal(values, saved[name]) for name, values in theirs.state_dict().items())
     again = AddsInPlace()
     again.load_state_dict(theirs.state_dict())
-    with streaming(tmp_path / "tier") as home:
-        home.hook(again)
-        found = drawn(again, home.optimizer(torch.optim.AdamW, lr=0.1))
+    with streaming(tmp_path / "tier") as session:
+        session.hook(again)
+        found = drawn(again, session.optimizer(torch.optim.AdamW, lr=0.1))
         assert found == drawn(theirs, AdamW(theirs.parameters(), lr=0.1))

@@ -128,7 +128,7 @@ def programs() -> st.SearchStrategy[Program]:
         evaluate=st.sampled_from(("never", "after steps", "between passes")),
         spoilt=rarely,
         schedule=st.booleans(),
-        resume=st.sampled_from(("never", "in place", "in another home")),
+        resume=st.sampled_from(("never", "in place", "in another session")),
         measure=rarely,
         swap=rarely,
         checkpoints=st.sampled_from(("tier", "tier", "device")),

@@ -91,10 +91,10 @@ def steps(model, optimizer, numbers, *, accumulate):
 
 
 def begin(model, folder, *, accumulate, resume=False):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(model)
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(model)
     options = EngineOptions(zero_missing=False)
-    return home, home.optimizer(
+    return session, session.optimizer(
         torch.optim.AdamW, accumulate=accumulate, wait=accumulate > 1, options=options, **SETTINGS
     )
 
@@ -114,17 +114,17 @@ def in_memory(architecture, accumulate):
 def streamed(architecture, folder, accumulate):
     """Three steps, the last one by another process's model."""
     model = architecture.make()
-    home, optimizer = begin(model, folder, accumulate=accumulate)
+    session, optimizer = begin(model, folder, accumulate=accumulate)
     torch.manual_seed(7)
     losses = steps(model, optimizer, range(2), accumulate=accumulate)
     numbers = torch.get_rng_state()
-    home.close()
+    session.close()
     model = architecture.make()
-    home, optimizer = begin(model, folder, accumulate=accumulate, resume=True)
+    session, optimizer = begin(model, folder, accumulate=accumulate, resume=True)
     torch.set_rng_state(numbers)
     losses += steps(model, optimizer, range(2, 3), accumulate=accumulate)
-    weights = {name: values.clone() for name, values in home.engine.read_weights()}
-    home.close()
+    weights = {name: values.clone() for name, values in session.engine.read_weights()}
+    session.close()
     return losses, weights
 
 

@@ -69,8 +69,8 @@ def in_memory(program, **looked_at):
 
 
 def begin(program, model, folder, resume=False):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(model)
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(model)
     options = EngineOptions(
         arm=program.arm,
         checkpoints=program.checkpoints,
@@ -79,15 +79,15 @@ def begin(program, model, folder, resume=False):
         versions=program.versions,
         wait=program.clip,
     )
-    return home, home.optimizer(torch.optim.AdamW, accumulate=program.accumulate, options=options, **SETTINGS)
+    return session, session.optimizer(torch.optim.AdamW, accumulate=program.accumulate, options=options, **SETTINGS)
 
 
 def streamed(program, folder):
     """As `in_memory`, and the weights; the last step perhaps by another model, that of another process."""
-    where, model = folder / "home", made(program)
+    where, model = folder / "session", made(program)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
-        home, optimizer = begin(program, model, where)
+        session, optimizer = begin(program, model, where)
     except NotStreamable:
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters()), "refused, but moved"
         raise
@@ -95,33 +95,33 @@ def streamed(program, folder):
 
     def note():
         if scheduler is not None:
-            home.note = {"schedule": scheduler.state_dict()}
+            session.note = {"schedule": scheduler.state_dict()}
 
     try:
         torch.manual_seed(7)
         losses = train(program, model, optimizer, range(STEPS - 1), scheduler, seen=note)
         if program.resume != "never":
             numbers = torch.get_rng_state()
-            home.close()
-            if program.resume == "in another home":
+            session.close()
+            if program.resume == "in another session":
                 shutil.copytree(where, folder / "other")
                 shutil.rmtree(where)
                 where = folder / "other"
             left, model = model, made(program)
             take_over(model, left)
-            home, optimizer = begin(program, model, where, resume=True)
+            session, optimizer = begin(program, model, where, resume=True)
             scheduler = scheduled(program, optimizer)
             if scheduler is not None:
-                scheduler.load_state_dict(home.note["schedule"])
+                scheduler.load_state_dict(session.note["schedule"])
                 scheduler.step()
             torch.set_rng_state(numbers)
         losses += train(program, model, optimizer, range(STEPS - 1, STEPS), scheduler, seen=note)
-        return model, losses, torch.rand(()), {name: values.clone() for name, values in home.engine.read_weights()}
+        return model, losses, torch.rand(()), {name: values.clone() for name, values in session.engine.read_weights()}
     except NotStreamable:
-        assert home.steps == 0, "refused in the middle of training"
+        assert session.steps == 0, "refused in the middle of training"
         raise
     finally:
-        home.close()
+        session.close()
 
 
 def assert_buffers_are_equal(model, expected):

@@ -55,14 +55,14 @@ def evaluated(model):
 
 
 def begin(model, folder, *, accumulate, resume=False, **options):
-    home = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(model)
+    session = streaming(folder, resume=resume, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(model)
     chosen = EngineOptions(zero_missing=False, **options)
-    return home, home.optimizer(torch.optim.AdamW, accumulate=accumulate, options=chosen, **SETTINGS)
+    return session, session.optimizer(torch.optim.AdamW, accumulate=accumulate, options=chosen, **SETTINGS)
 
 
-def weights_of(home):
-    return {name: values.clone() for name, values in home.engine.read_weights()}
+def weights_of(session):
+    return {name: values.clone() for name, values in session.engine.read_weights()}
 
 
 def trained_in_memory(name, accumulate):
@@ -79,26 +79,26 @@ def trained_in_memory(name, accumulate):
 
 def trained_streamed(name, folder, accumulate, **options):
     model = made(name)
-    home, optimizer = begin(model, folder, accumulate=accumulate, **options)
+    session, optimizer = begin(model, folder, accumulate=accumulate, **options)
     torch.manual_seed(7)
     found = []
     for step in range(3):
         if step == 2:  # another process goes on
             numbers = torch.get_rng_state()
-            home.close()
+            session.close()
             model, before = made(name), model
             for now, then in zip(model.modules(), before.modules(), strict=True):
                 vars(now).update({k: v for k, v in vars(then).items() if k in PLAIN_STATE})
-            home, optimizer = begin(model, folder, accumulate=accumulate, resume=True, **options)
+            session, optimizer = begin(model, folder, accumulate=accumulate, resume=True, **options)
             torch.set_rng_state(numbers)
         data = [batch(step * accumulate + n) for n in range(accumulate)]
         found += step_streamed(model, optimizer, data)
         found.append(evaluated(model))
-        weights = home.engine.weights
-        assert not [unit.key for unit in home.engine.layout.units if weights.is_referred_to(unit)]  # after a step
+        weights = session.engine.weights
+        assert not [unit.key for unit in session.engine.layout.units if weights.is_referred_to(unit)]  # after a step
     numbers = torch.rand(3)
-    weights = weights_of(home)
-    home.close()
+    weights = weights_of(session)
+    session.close()
     return model, found, numbers, weights
 
 
@@ -180,7 +180,7 @@ def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen
     for model in (ours, theirs):
         model.head.requires_grad_(not frozen_head)
     optimizer = AdamW([p for p in theirs.parameters() if p.requires_grad], **SETTINGS)
-    home, streamed = begin(ours, tmp_path / "run", accumulate=2)
+    session, streamed = begin(ours, tmp_path / "run", accumulate=2)
     for number in range(6):
         step(ours, number)
         step(theirs, number)
@@ -188,8 +188,8 @@ def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen
             streamed.step()
             optimizer.step()
             optimizer.zero_grad()
-    found = weights_of(home)
-    home.close()
+    found = weights_of(session)
+    session.close()
     for key, values in theirs.named_parameters():
         assert torch.equal(found[key], values), key
 
@@ -222,14 +222,14 @@ def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_p
         models.append(ReentrantCheckpointAtTheEnd())
     ours, theirs = models
     optimizer = AdamW(theirs.parameters(), **SETTINGS)
-    home, streamed = begin(ours, tmp_path / "run", accumulate=2)
+    session, streamed = begin(ours, tmp_path / "run", accumulate=2)
     for number in range(4):
         assert step(ours, number) == step(theirs, number)
         if number % 2:
             streamed.step()
             optimizer.step()
             optimizer.zero_grad()
-    home.close()
+    session.close()
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # it looks into this library, too
@@ -242,15 +242,15 @@ def test_a_compiled_model_trains_as_in_memory(tmp_path, monkeypatch, capfd, comp
     ours = made("RandomNumbers")
     for layer in ours.layers if compiled == "blocks before the optimizer is made" else ():
         layer.compile(backend=backend)
-    home, streamed = begin(ours, tmp_path / "run", accumulate=1)
+    session, streamed = begin(ours, tmp_path / "run", accumulate=1)
     called = torch.compile(ours, backend=backend) if compiled == "model" else ours
     for layer in ours.layers if compiled == "blocks" else ():
         layer.compile(backend=backend)
     torch.manual_seed(7)
     for number in range(2):
         step_streamed(called, streamed, [batch(number)])
-    found = weights_of(home)
-    home.close()
+    found = weights_of(session)
+    session.close()
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     assert capfd.readouterr().err == ""
     theirs = made("RandomNumbers")
@@ -295,12 +295,12 @@ def test_idle_experts_of_blocks_of_several_pieces_hold_no_slot(tmp_path, idle, z
     ours, theirs = OfExperts(idle), OfExperts(idle)
     theirs.load_state_dict(ours.state_dict())
     optimizer = AdamW(theirs.parameters(), **SETTINGS)
-    home = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
-    home.hook(ours)
-    streamed = home.optimizer(
+    session = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
+    session.hook(ours)
+    streamed = session.optimizer(
         torch.optim.AdamW, options=EngineOptions(zero_missing=zero_missing, piece_elements=1 << 16), **SETTINGS
     )
-    assert all(len(unit.pieces) == 4 for unit in home.engine.layout.units)
+    assert all(len(unit.pieces) == 4 for unit in session.engine.layout.units)
     for step in range(2):
         x = torch.randn(4, 256, generator=torch.Generator().manual_seed(step))
         ours(x).backward()
@@ -311,7 +311,7 @@ def test_idle_experts_of_blocks_of_several_pieces_hold_no_slot(tmp_path, idle, z
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
-    found = weights_of(home)
+    found = weights_of(session)
     for key, values in theirs.named_parameters():
         assert torch.equal(found[key], values), key
-    home.close()
+    session.close()

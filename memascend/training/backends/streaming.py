@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memascend.engine import home as homes
+from memascend.engine import state_store
 from memascend.engine.layout import numel_of_state
 from memascend.engine.options import CHECKPOINTS, EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -136,7 +136,9 @@ class StreamingBackend:
         return PageAlignedPinnedAllocator(self.ledger, placement=placement)
 
     def build(self, source: Path | dict[str, Any]) -> None:
-        homes.remove(self._folder)  # of an earlier run in this place, or of one that goes on from a later checkpoint
+        state_store.remove(
+            self._folder
+        )  # of an earlier run in this place, or of one that goes on from a later checkpoint
         self._make_model(source)
         self.engine = StreamingEngine.start(
             self.model, self._folder, self._groups, self._engine_options(), allocator=self._allocator()
@@ -147,8 +149,10 @@ class StreamingBackend:
         if self._kept is not None:  # by this process, which has them open
             return self._kept
         try:
-            return homes.kept_facts(self._folder).get("step", 0) if homes.is_home(self._folder) else None
-        except homes.TornStates as error:
+            return (
+                state_store.kept_facts(self._folder).get("step", 0) if state_store.holds_states(self._folder) else None
+            )
+        except state_store.TornStates as error:
             raise KeptIsTorn("the states on the tier were left in the middle of a step (state_versions)") from error
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A home that is closed, dropped, open already, or of another model, and a loss scaler: one line says what to do."""
+"""A session that is closed, dropped, open already, or of another model, and a loss scaler: one line says what to do."""
 
 import errno
 import gc
@@ -12,8 +12,8 @@ import torch
 
 from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.home import NotThisModel, StateHome
 from memascend.engine.options import EngineOptions
+from memascend.engine.state_store import NotThisModel, StateStore
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
@@ -30,42 +30,44 @@ def others_objects_are_not_looked_at_again():
 
 def test_a_closed_home_says_so_whatever_is_asked_of_it(tmp_path):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(1))
-    home.close()
+    session.close()
     for use in (
         optimizer.step,
         optimizer.zero_grad,
         optimizer.state_dict,
         lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
-        lambda: home.engine.read_states("head.weight"),
-        lambda: next(iter(home.engine.read_weights())),
+        lambda: session.engine.read_states("head.weight"),
+        lambda: next(iter(session.engine.read_weights())),
     ):
-        with pytest.raises(RuntimeError, match=r"^this home \(.*run\) is closed: open it again .*resume=True") as error:
+        with pytest.raises(
+            RuntimeError, match=r"^this session \(.*run\) is closed: open it again .*resume=True"
+        ) as error:
             use()
         assert "\n" not in str(error.value)
-    home.close()
-    assert home.steps == 1
+    session.close()
+    assert session.steps == 1
     with pytest.raises(AttributeError):
-        home.engine.nothing_of_this_name  # noqa: B018
+        session.engine.nothing_of_this_name  # noqa: B018
 
 
 def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     began = time.monotonic()
-    with pytest.raises(ValueError, match="is in use by this process: close the other home first"):
+    with pytest.raises(ValueError, match="is in use by this process: close the other session first"):
         begin(model(), tmp_path / "run", resume=True)
     assert time.monotonic() - began < 10
-    with pytest.raises(ValueError, match="is in use by this process: close the other home first"):
-        StateHome.create(tmp_path / "run", "ours", [1 << 20])
+    with pytest.raises(ValueError, match="is in use by this process: close the other session first"):
+        StateStore.create(tmp_path / "run", "ours", [1 << 20])
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    home.close()
+    session.close()
     begin(model(), tmp_path / "run", resume=True)[0].remove()
 
 
 def held():
-    """How many descriptors and threads of homes this process has."""
+    """How many descriptors and threads of sessions this process has."""
     gc.collect()
     names = (os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))
     threads = sum(t.name == "memascend-updates" for t in threading.enumerate())
@@ -97,9 +99,9 @@ def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_
 
     def cell(*, resume):
         ours = model(dtype=torch.bfloat16)
-        home, optimizer = begin(ours, tmp_path / "run", resume=resume, **options)
+        session, optimizer = begin(ours, tmp_path / "run", resume=resume, **options)
         if "accumulate" in options:
-            home.accumulate(lambda ids: ours(ids).backward(), data[:2])
+            session.accumulate(lambda ids: ours(ids).backward(), data[:2])
             optimizer.step()
         else:
             loop(ours, optimizer, data[:1])
@@ -112,7 +114,7 @@ def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_
             inside.register_forward_hook(with_a_backward_that_fails)
             with pytest.raises(ZeroDivisionError):
                 ours(data[2]).backward()
-        return home.steps
+        return session.steps
 
     before = held()
     assert cell(resume=False) == 1
@@ -152,21 +154,21 @@ def test_another_model_than_the_folder_s_is_named_by_the_first_difference(tmp_pa
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_loss_scaler_is_one_line_that_says_what_to_do(tmp_path, unscales, wait):
     ours = model()
-    home, optimizer = begin(ours, tmp_path / "run", wait=wait)
+    session, optimizer = begin(ours, tmp_path / "run", wait=wait)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(ours(batches(1)[0])).backward()
-    said = "delay updates" if unscales and not wait else r"GradScaler cannot .*home\.engine\.scale = "
+    said = "delay updates" if unscales and not wait else r"GradScaler cannot .*session\.engine\.scale = "
     with pytest.raises((NotStreamable, RuntimeError), match=said) as error:
         scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
     assert "\n" not in str(error.value)
     optimizer.zero_grad()
-    home.remove()
+    session.remove()
 
 
 def test_a_scale_that_the_engine_is_told_is_taken_out(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
-    home, optimizer = begin(ours, tmp_path / "run")
-    home.engine.scale = 1024.0
+    session, optimizer = begin(ours, tmp_path / "run")
+    session.engine.scale = 1024.0
     for ids in data:
         (1024.0 * ours(ids)).backward()
         optimizer.step()
@@ -175,8 +177,8 @@ def test_a_scale_that_the_engine_is_told_is_taken_out(tmp_path):
     optimizer.step()
     assert optimizer.norm is None
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
-    assert_equal(home, theirs)
-    home.remove()
+    assert_equal(session, theirs)
+    session.remove()
 
 
 def test_a_folder_is_looked_at_without_a_model_of_it(tmp_path):
@@ -187,7 +189,7 @@ def test_a_folder_is_looked_at_without_a_model_of_it(tmp_path):
 
 def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can_be_saved(tmp_path, caplog):
     ours, theirs, data = model(), model(), batches(3)
-    home, optimizer = begin(ours, tmp_path / "run")
+    session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
     shutil.rmtree(tmp_path / "run")
     loop(ours, optimizer, data[1:])
@@ -196,13 +198,13 @@ def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can
     loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     for name, values in ours.state_dict().items():
         assert torch.equal(values, theirs.state_dict()[name]), name
-    home.close()
+    session.close()
     with pytest.raises(RuntimeError, match=r"weights were in .*run, which was removed: load others"):
         ours(data[0])
 
 
 def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_path, monkeypatch):
-    home, _ = begin(ours := model(), tmp_path / "run")
+    session, _ = begin(ours := model(), tmp_path / "run")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -210,7 +212,7 @@ def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_pa
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"values of a state dict need \d+ bytes in .*run for as long .*: No space left"):
         ours.state_dict()
-    home.remove()
+    session.remove()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,616 @@
+"""Where a model lives while it is trained: a store in one file, with the last completed step and the current one.
+
+A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
+a power cut leaves, the tensors of one completed step are there, whole (28 bytes per parameter for both versions in
+16-bit training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a
+step is committed in parts instead: what else it takes to do that again lies beside (`one_version`), or, if that is not
+wanted (`replace_within`), the states are marked as torn with the first part, until the step is completed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import gc
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import torch
+
+from memascend.engine.mapped import collect_tensor_files
+from memascend.engine.snapshot import Snapshot
+from memascend.storage import interrupts
+from memascend.storage.completion import Completion
+from memascend.storage.direct_engine import DirectEngineConfig
+from memascend.storage.engine_tiers import DirectTier
+from memascend.storage.errors import StorageError
+from memascend.storage.freed_space import free_bytes, unlink
+from memascend.storage.native import _C
+from memascend.storage.shared_memory import control_file_bytes
+from memascend.storage.tier import Transferred
+
+log = logging.getLogger("memascend")
+
+_FILE, _META, _BUFFERS = "states", "completed step", "buffers"
+_BESIDE_STATES = {_META, _BUFFERS}
+_TORN = "torn"  # among the facts
+_ZEROS_BYTES = 8 << 20
+_CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
+_FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
+_LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
+_DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
+_DROPPED_S = 5.0  # a store that was dropped is let go of when its last update is done
+META_BYTES = 1 << 20  # room for the facts of a step
+
+
+class NotThisModel(ValueError):
+    """The folder holds the states of another model, or of other settings."""
+
+
+class TornStates(ValueError):
+    """A step was cut off while it replaced the only version of its states."""
+
+    @classmethod
+    def of(cls, folder: Path) -> TornStates:
+        return cls(
+            f"{folder}: a step was interrupted while it replaced the only version of the states, which are torn (one "
+            "version is kept, and no gradients to redo the step from): continue from the last checkpoint"
+        )
+
+
+class KeptAfterAll(TornStates):
+    """A step that could not be completed was."""
+
+
+class StateStore:
+    """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
+
+    Storage for `WeightStream`s: keys are any hashable with a distinct `str`. Every write's checksum is kept. A read is
+    compared with it until all that an earlier process has left has been read once; what this one has written, and the
+    engine has audited, is not summed up again in every step.
+    """
+
+    _open_here: ClassVar[weakref.WeakSet[StateStore]] = weakref.WeakSet()
+
+    def __init__(
+        self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None, *, new: bool = False
+    ) -> None:
+        self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
+        self._compares = not new  # reads with their checksums
+        self._pid = os.getpid()
+        self._made: list[Path] = []  # folders, by `create`
+        self._registered: list[torch.Tensor] = []
+        self._tier = self._open()
+        self._is_open = True  # not where it could not be opened again
+        self._unread = {key for key, _ in self._tier.engine.items()} - _BESIDE_STATES  # of an earlier process
+        self._moved_before = Transferred(0, 0, 0.0, 0.0)
+        self._room_bytes: int | None = None
+        self._replacing = threading.Lock()
+        self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
+        self._facts: dict[str, Any] = {}  # of the last completed step
+        self._torn = self._is_missed = False
+        self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
+        self._snapshot: Snapshot | None = None
+        self._parts_bytes = 0  # read for snapshots
+        self._parts = threading.Lock()  # held while a part is read for the snapshot, and while the tier is replaced
+        self._open_here.add(self)
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | os.PathLike[str],
+        owner: str,
+        sizes: Iterable[int],
+        *,
+        versions: int = 2,
+        beside: Sequence[int] = (),
+        slack: int = 0,
+        released: int = 0,
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> StateStore:
+        """For tensors of `sizes` bytes, in the new or empty `folder`; all space is taken now (`store_bytes`).
+
+        `owner`: what the states are of; whoever opens them says the same. `released`: bytes on the same file system
+        that the caller gives back while it fills the store; where there are any, space is taken by what is written, and
+        the rest by `take_space`. Raises StorageError where there is no room, with nothing left behind, and ValueError
+        for a folder that holds something.
+        """
+        folder, sizes = Path(folder), list(sizes)
+        if _is_open_here(folder):
+            raise ValueError(_in_use(folder))
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be created ({error.strerror}): name a folder on the SSD") from None
+        path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
+        try:
+            _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions, released)
+            _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
+            store = cls(folder, owner, _config(folder, config), faults, new=True)
+        except BaseException:
+            _undo(folder, made)
+            raise
+        store._made = made
+        return store
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        owner: str,
+        *,
+        config: DirectEngineConfig | None = None,
+        faults: Any = None,
+    ) -> StateStore:
+        """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
+        folder = Path(folder)
+        require_not_open_here(folder)
+        found = owner_of(folder)
+        if found != owner:
+            what = "no states" if found is None else f"states of {found!r}"
+            raise NotThisModel(f"{folder} holds {what}, but {owner!r} was requested: name another folder")
+        return cls(folder, owner, _config(folder, config), faults)
+
+    def take_space(self) -> None:
+        """Take the space of the whole file, as far as it is not taken yet: what is in it stays. Raises StorageError."""
+        path = self.folder / _FILE
+        with open(path, "r+b") as file:
+            _take_space(file, path, os.fstat(file.fileno()).st_size)
+
+    def _open(self) -> DirectTier:
+        chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
+        config = dataclasses.replace(self._config, **chosen)
+        tier = DirectTier.on_devices([self.folder / _FILE], self._owner, config, self._faults)
+        try:
+            deadline = time.monotonic() + _DEAD_S
+            while tier.engine.space().processes > 1:
+                interrupts.check()
+                gc.collect()  # a store of ours that a dropped store has left with transfers in flight
+                if time.monotonic() > deadline:
+                    raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
+                time.sleep(0.02)
+            tier.engine.collect()
+            for tensor in self._registered:
+                tier.register(tensor)
+        except BaseException:
+            tier.close()
+            raise
+        return tier
+
+    def _reopen(self) -> None:
+        """What was not committed is forgotten."""
+        with self._no_part_is_read():
+            if self._is_open:
+                self._moved_before = Transferred(*self._transferred, 0.0, 0.0)
+                self._is_open = False
+                self._tier.close()
+            if self._tier.left is not None:  # it still has the store
+                raise self._tier.left
+            self._tier = self._open()
+            self._is_open = True
+
+    @contextlib.contextmanager
+    def _no_part_is_read(self) -> Iterator[None]:
+        interrupts.wait(lambda timeout_s: self._parts.acquire(timeout=-1 if timeout_s is None else timeout_s))
+        try:
+            yield
+        finally:
+            self._parts.release()
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the tensor was written, committed or not."""
+        return self._tier.size_of(str(key)) is not None
+
+    def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        self._unread.discard(str(key))
+        return self._tier.read(str(key), tensor, priority=priority)
+
+    def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        self.make_way(key)
+        if self._room_bytes is None or self._tier.size_of(str(key)) is None:
+            return self._tier.write(str(key), tensor, priority=priority)
+        with self._replacing:
+            size = in_chunks(tensor.nbytes)
+            self._make_room(size)
+            written = self._tier.write(str(key), tensor, priority=priority)
+            self._replaced.append((size, written))
+        return written
+
+    # -- a snapshot, for whoever copies the tensors while training goes on ---------------------------------------------
+
+    def take_snapshot(self, keys: Iterable[str]) -> Snapshot:
+        """The tensors of `keys` as they are now, which is as they were committed: whoever overwrites one waits until it
+        was copied (`read_part`). It is there until its `end`. RuntimeError where another one is, or where writes were
+        not committed."""
+        if self._snapshot is not None and not self._snapshot.ended:
+            raise RuntimeError(f"{self.folder}: there is a snapshot already: end it first")
+        if self._tier.engine.uncommitted:
+            raise RuntimeError(f"{self.folder}: a step is in progress, whose states may change: complete it first")
+        self._snapshot = Snapshot(keys)
+        return self._snapshot
+
+    def make_way(self, key: Hashable) -> None:
+        """Wait until the snapshot, if there is one, does not need the tensor any more. Any thread."""
+        if self._snapshot is not None:
+            self._snapshot.make_way(str(key))
+
+    def size_of(self, key: str) -> int:
+        """Bytes of a tensor that was written."""
+        size = self._tier.size_of(key)
+        assert size is not None, key
+        return size
+
+    def read_part(self, key: str, tensor: torch.Tensor, offset: int) -> None:
+        """Bytes of a snapshot's tensor from `offset` on; they are there on return. Any thread, also beside `commit` and
+        `roll_back`. Raises StorageError, also for a tensor that is damaged, where it was not compared since the store
+        was opened."""
+        with self._parts:
+            if not offset and self._compares and key in self._unread:
+                for problem in self._tier.engine.verify([key]).values():
+                    raise StorageError("read", str(self.folder), 0, tensor.nbytes, 0, None, problem, key=key)
+            self._tier.read(key, tensor, offset=offset).wait()
+            self._parts_bytes += tensor.nbytes
+
+    # -- one version ---------------------------------------------------------------------------------------------------
+
+    def replace_within(self, room_bytes: int) -> None:
+        """From here on there is room for so many bytes of second versions: a step that writes more is committed in
+        parts, and from the first of them to its `commit` the states are torn (`TornStates`). Before the next write."""
+        self._room_bytes = room_bytes
+
+    def _make_room(self, size: int) -> None:
+        used = sum(each for each, _ in self._replaced)
+        if used + size <= self._room_bytes:
+            return
+        while self._replaced and (used + size > self._room_bytes or self._replaced[0][1].done()):
+            each, written = self._replaced.popleft()
+            written.wait()
+            used -= each
+        if not self._torn:  # with the first part, since all of a commit lasts or none of it
+            self._write_meta({**self._facts, _TORN: True})
+            self._torn = True
+        self._tier.commit()
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        """Pin long-lived memory in the engine's rings, as `DirectEngine.register_buffer`, until `close`."""
+        self._registered.append(tensor)
+        return self._tier.register(tensor)
+
+    @property
+    def bounce_buffers(self) -> list[tuple[int, int]]:
+        """Host memory of the engine below: (address, bytes)."""
+        return self._tier.engine.bounce_buffers
+
+    @property
+    def since_opened(self) -> Transferred:
+        """Of the engine below, with its rates; begins anew with a step that is taken back."""
+        return self._tier.transferred
+
+    @property
+    def transferred(self) -> tuple[int, int]:
+        """Bytes read and written since the store was opened, but for a snapshot's."""
+        read, written = self._transferred
+        return read - self._parts_bytes, written
+
+    @property
+    def _transferred(self) -> tuple[int, int]:
+        before = self._moved_before
+        if not self._is_open:
+            return before.bytes_read, before.bytes_written
+        now = self._tier.transferred
+        return now.bytes_read + before.bytes_read, now.bytes_written + before.bytes_written
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """All writes, which the caller has waited for, and `facts` become the completed step: all or none.
+
+        `facts`: JSON of at most `META_BYTES` (1 MiB), or ValueError. After a StorageError the completed step is still
+        the one before, and the writes of this one are uncommitted: `roll_back` forgets them. After an interrupt either
+        may be: `roll_back` finds out.
+        """
+        facts = json.loads(_as_json(facts))
+        try:
+            self._committing = facts
+            self._write_meta(facts)
+            self._tier.commit()
+        except Exception:  # of the drive; an interrupt is none
+            self._committing = None
+            raise
+        self._replaced.clear()
+        self._facts, self._torn = facts, False
+        self._committing = None
+        if not self._is_missed and not holds_states(self.folder):
+            self._is_missed = True
+            log.warning(
+                "memascend: %s, the folder of the states, was removed or moved. If it was removed, this training is "
+                "lost when the process ends: save what you need (the model's state_dict()) before",
+                self.folder,
+            )
+
+    @property
+    def all_compared(self) -> bool:
+        """Whether there is nothing left to compare, and reads still are: `compare_no_more` saves that."""
+        return self._compares and not self._unread
+
+    def compare_no_more(self) -> None:
+        """All of the store was read once, or written by this process. Nothing may be in flight, nor uncommitted."""
+        self._compares = False
+        self._reopen()
+
+    def require_room_for(self, facts: dict[str, Any]) -> None:
+        """ValueError where `commit` could not keep `facts`: they are no JSON, or more than `META_BYTES` (1 MiB)."""
+        _as_json(facts)
+
+    def _write_meta(self, facts: dict[str, Any]) -> None:
+        raw = _as_json(facts)
+        self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
+
+    def write_buffers(self, raw: bytes | memoryview | None) -> None:
+        """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The room for two
+        versions is `create`'s `slack`."""
+        if raw is None:
+            self._tier.erase(_BUFFERS)
+        else:
+            self._tier.write(_BUFFERS, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
+
+    def kept_buffers(self) -> bytes | None:
+        """As they were written last; None: they were not."""
+        return self._bytes_of(_BUFFERS)
+
+    def commit_parts(self) -> None:
+        """All writes that the caller has waited for become the tensors' only version, with the facts as they are."""
+        self._tier.commit()
+
+    def forget_step(self) -> None:
+        """No step is completed from here on, until the next `commit`."""
+        self._tier.erase(_META)
+        self._tier.commit()
+        self._torn = True
+
+    def erase(self, keys: Iterable[str]) -> None:
+        """With the next commit; those that are not there are none."""
+        for key in keys:
+            self._tier.erase(key)
+
+    def completed(self) -> dict[str, Any] | None:
+        """The facts of the last completed step; None: nothing was ever committed. Raises TornStates."""
+        found = self._kept()
+        if found is None:
+            return None
+        if found.get(_TORN):
+            raise TornStates.of(self.folder)
+        self._facts = found
+        return found
+
+    def _kept(self) -> dict[str, Any] | None:
+        raw = self._bytes_of(_META)
+        return None if raw is None else json.loads(raw)
+
+    def _bytes_of(self, key: str) -> bytes | None:
+        size = self._tier.size_of(key)
+        if size is None:
+            return None
+        raw = torch.empty(size, dtype=torch.uint8)
+        self._tier.read(key, raw).wait()
+        return bytes(raw.numpy())
+
+    @property
+    def update_was_cut_off(self) -> bool:
+        """Whether the last commit is a part of a step's update, which `StreamingEngine.resume` completes."""
+        return "redo" in self._facts
+
+    def roll_back(self) -> None:
+        """Forget what was not committed. Nothing may be in flight. A commit that was interrupted is the completed step
+        if the folder holds it. Raises TornStates where that is not the whole of a step, or where the drive has kept a
+        commit that it had said to have failed in."""
+        if self._torn and self._room_bytes is not None and self._committing is None:
+            raise TornStates.of(self.folder)
+        facts, torn, begun = self._facts, self._torn, self._committing
+        self._reopen()
+        self._replaced.clear()
+        if begun is not None and self._kept() == begun:
+            self._facts, self._torn, self._committing = begun, False, None
+            return
+        self._committing = None
+        if torn and self._room_bytes is not None:
+            raise TornStates.of(self.folder)
+        if not torn and (self.completed() or {}) != facts:
+            raise KeptAfterAll(
+                f"{self.folder}: the drive failed while a step was being completed, but the step was saved: close the "
+                "engine and resume, which continues from it"
+            )
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """What was committed stays. Idempotent."""
+        if self._snapshot is not None:
+            self._snapshot.end()
+        with self._no_part_is_read():
+            self._tier.close()
+        self._open_here.discard(self)
+        self._registered.clear()
+
+    def destroy(self) -> None:
+        """Close, and remove the folder."""
+        self.close()
+        remove(self.folder)
+
+    def undo(self) -> None:
+        """Close, and remove what `create` has made: a folder that was there stays."""
+        self.close()
+        _undo(self.folder, self._made)
+
+
+def _as_json(facts: dict[str, Any]) -> bytes:
+    try:
+        raw = json.dumps(facts).encode()
+    except TypeError as error:
+        raise ValueError(f"the metadata (or the note) of a step must be JSON: {error}") from error
+    if len(raw) > META_BYTES:
+        raise ValueError(
+            f"the metadata (or the note) of a step takes {len(raw)} bytes of JSON, and {META_BYTES} are reserved: "
+            "store less there"
+        )
+    return raw
+
+
+def holds_states(folder: str | os.PathLike[str]) -> bool:
+    """Whether states were put into the folder."""
+    return (Path(folder) / _FILE).is_file()
+
+
+def require_not_open_here(folder: str | os.PathLike[str]) -> None:
+    """ValueError where this process has a store in the folder open; one that was dropped without `close` is none."""
+    deadline = time.monotonic() + _DROPPED_S
+    while _is_open_here(folder):
+        _let_go_of_failed_backward()
+        gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
+        if time.monotonic() > deadline:
+            raise ValueError(_in_use(folder))
+        time.sleep(0.05)
+
+
+def _in_use(folder: str | os.PathLike[str]) -> str:
+    return (
+        f"{folder} is in use by this process: close the other session first (its close()), or let go of it, its "
+        "optimizer and its model"
+    )
+
+
+def _let_go_of_failed_backward() -> None:
+    """Autograd holds what a failed backward pass has not come to, until the next pass of the thread begins."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), requires_grad=True).clone().backward()
+
+
+def _is_open_here(folder: str | os.PathLike[str]) -> bool:
+    where = Path(folder).resolve()
+    return any(store._pid == os.getpid() and where == store.folder.resolve() for store in list(StateStore._open_here))
+
+
+def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
+    """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
+    store = StateStore(Path(folder), owner_of(folder), _config(Path(folder), None))
+    try:
+        return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _BESIDE_STATES}
+    finally:
+        store.close()
+
+
+def owner_of(folder: str | os.PathLike[str]) -> str | None:
+    """What the states in the folder are of; None: there are none."""
+    block = _C.storage_superblock(str(Path(folder) / _FILE))
+    return None if block is None else block["owner"]
+
+
+def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was kept with the last completed step of whatever store is in the folder; empty where nothing was. A step
+    that `resume` is going to complete counts as completed.
+
+    Raises ValueError where another process uses it, TornStates.
+    """
+    folder = Path(folder)
+    owner = owner_of(folder)
+    if owner is None:
+        return {}
+    require_not_open_here(folder)
+    store = StateStore(folder, owner, _config(folder, None))
+    try:
+        kept = store.completed() or {}
+        return kept.get("redo", kept).get("facts", {})
+    finally:
+        store.close()
+
+
+def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None:
+    """Remove a store's files, and the folder where nothing else is in it."""
+    folder = Path(folder)
+    unlink(folder / _FILE)
+    for path in folder.glob("memascend-*"):
+        path.unlink(missing_ok=True)
+    collect_tensor_files(folder)
+    if not keep_folder:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _undo(folder: Path, made: Sequence[Path]) -> None:
+    remove(folder, keep_folder=True)
+    with contextlib.suppress(OSError):  # somebody else has put something there
+        for each in made:
+            each.rmdir()
+
+
+def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:
+    """The store's shared memory lies beside its file, and goes with it."""
+    return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
+
+
+def store_bytes(sizes: Iterable[int], *, versions: int = 2, beside: Sequence[int] = (), slack: int = 0) -> int:
+    """Of the file for tensors of `sizes` bytes in so many versions, for tensors `beside` them in one, and `slack`."""
+    whole, others = ([in_chunks(size) for size in each] for each in (sizes, beside))
+    log = _log_bytes(len(whole) + len(others))
+    return _FIXED_BYTES + 2 * log + 2 * META_BYTES + versions * sum(whole) + sum(others) + slack
+
+
+def control_bytes(size: int) -> int:
+    """Of the control file beside a store's file of `size` bytes, while it is open."""
+    return control_file_bytes(size, _CHUNK_BYTES)
+
+
+def in_chunks(size: int) -> int:
+    """What a tensor of `size` bytes takes."""
+    return -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
+
+
+def _log_bytes(keys: int) -> int:
+    return in_chunks(max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1)))
+
+
+def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
+    zeros = bytes(_ZEROS_BYTES)
+    try:
+        for begin in range(0, size, len(zeros)):
+            file.write(zeros[: size - begin])
+        file.flush()
+    except OSError as error:
+        raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+
+
+def _allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
+    free = free_bytes(path.parent, size - released) + released
+    if size > free:
+        what = "two versions of all states" if versions == 2 else "one version of all states and its auxiliary data"
+        raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # all weights and moments: nobody else's to read
+        if released:
+            os.ftruncate(file.fileno(), size)
+        else:
+            _take_space(file, path, size)
+
+
+def _take_space(file: BinaryIO, path: Path, size: int) -> None:
+    try:
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+        if os.fstat(file.fileno()).st_size < size:
+            _fill_with_zeros(file, path, size)  # a file system that takes no space beforehand
