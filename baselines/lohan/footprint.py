@@ -29,7 +29,7 @@ def footprint(build: RankFootprint) -> None:
     if run.inputs_wait:
         buffers.need_checkpoints(run.input_numel, build.dtype)
     swaps = work.stack.checkpointing == "ssd" or work.arm_name in SWAPPING_ARMS
-    engines = 1 + run.has_file_beside + swaps  # of the states, of what waits, and of what is swapped
+    engines = 1 + run.has_auxiliary_file + swaps  # of the states, of what waits, and of what is swapped
     for _ in range(engines if work.sizes.bounce_buffers else 0):
         config = DirectEngineConfig()
         for _ in range(config.workers):

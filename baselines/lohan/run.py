@@ -20,7 +20,7 @@ from memascend.engine.traffic import (
     RECORDS,
     MatrixUse,
     Traffic,
-    beside_bytes,
+    auxiliary_tensor_bytes,
     folder_bytes,
     gradients_wait,
     step_traffic,
@@ -71,9 +71,9 @@ class PlannedRun:
         return self.options.checkpoints == "tier" and bool(self.input_numel)
 
     @property
-    def has_file_beside(self) -> bool:
+    def has_auxiliary_file(self) -> bool:
         """Whether anything waits that is not in the states' own file."""
-        return bool(beside_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses))
+        return bool(auxiliary_tensor_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses))
 
 
 def run_of(work: Workload) -> PlannedRun:

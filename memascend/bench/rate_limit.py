@@ -299,10 +299,10 @@ class _RateLimited:
 @contextmanager
 def rate_limited(rate: float) -> Iterator[RateLimiter]:
     """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
-    from memascend.engine import beside, state_store
+    from memascend.engine import scratch_storage, state_store
 
     server = RateLimiter(rate)
-    modules = (state_store, beside)
+    modules = (state_store, scratch_storage)
     for module in modules:
         module.DirectTier = _RateLimited(server)
     try:

@@ -1,4 +1,4 @@
-"""The streaming room: tensors of a model on their way between storage and a device, through a few host buffers.
+"""The streaming engine: tensors of a model on their way between storage and a device, through a few host buffers.
 
 Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other over offloaded weights needs:
 
@@ -15,13 +15,13 @@ Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other
     stream.copied("block.0", event)                     # the slot may be taken once the event has passed
     stream.release("block.1")                           # or: the slot goes back
 
-- `runtime`: `StreamingEngine`; `options`: what may be chosen of it. `layout` says how a model lies on the tier, `store`
-  keeps it there in two versions, or `one_version` in one, `beside` has what else lies there, `spilled` a model's values
-  before that, `blocks` brings weights in and recomputes, `matrices` does so for a large embedding or head by slices,
-  `updates` takes gradients into the states (LoHan IV-C), `swap` decides which activations are swapped (IV-D), `profile`
-  measures how fast a step is and could be (`limit`), `buffers` holds all host memory, for plans too. `streaming` is the
-  interface of a user's loop; `hooks` puts the engine into the model, `gradient_views` and `model_guards` are what the
-  loop meets in `parameter.grad` and in the model's own methods.
+- `runtime`: `StreamingEngine`; `options`: what may be chosen of it. `layout` divides a model into units and pieces,
+  `state_store` keeps them on the tier in two versions, or `in_place_update` in one, `scratch_storage` has what else is
+  there, `mmap_parameters` a model's values before that. `blocks` brings weights in and recomputes, `matrices` does so
+  for a large embedding or head by slices, `updates` takes gradients into the states (LoHan IV-C), `swap` decides which
+  activations are swapped (IV-D), `profile` measures how fast a step is and could be (`limit`), `buffers` holds all host
+  memory, for plans too. `streaming` is the interface of a user's loop; `hooks` puts the engine into the model,
+  `gradient_views` and `model_guards` are what the loop meets in `parameter.grad` and in the model's own methods.
 - `protocols`: what the stream asks of a storage (`Storage`, `Completion`), of a device (`Event`) and of a runtime that
   keeps the account of uses itself (`Owner`, as DeepSpeed does).
 - `weights`: `WeightStream`, leases on pool slots by key, the read-ahead queue, eviction, release, statistics.

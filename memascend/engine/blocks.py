@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine.device import DeviceWeights
 from memascend.engine.layout import Kind, Part, Unit, UnitParameters, make_layout
-from memascend.engine.resting import at_rest
-from memascend.engine.spilled import flat_values, forget, release
+from memascend.engine.mmap_parameters import flat_values, forget, release
+from memascend.engine.placeholder_parameters import placeholder_class
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import can_be_sliced
 from memascend.storage.interrupts import whole
@@ -328,7 +328,7 @@ class UnitWeights:
     def watch_rest(self) -> Callable[[], None]:
         """Parameters refuse from here on to be looked at while they are empty; returns the undo. Their classes are not
         to be changed meanwhile."""
-        self._classes = {p: (type(p), at_rest(type(p))) for p in self._empty if p.numel()}
+        self._classes = {p: (type(p), placeholder_class(type(p))) for p in self._empty if p.numel()}
 
         def undo() -> None:
             for parameter, (at_work, _) in self._classes.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import Kind, Layout, Run, Unit, numel_of_state
-from memascend.engine.mapped import TensorFile
+from memascend.engine.mmap_tensors import TensorFile
 from memascend.engine.weights import WeightStream
 from memascend.storage.interrupts import uninterrupted, whole
 

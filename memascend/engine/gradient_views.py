@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.resting import nobody_looks
+from memascend.engine.placeholder_parameters import placeholders_allowed
 
 _SOURCE = "_memascend_gradient"  # of a parameter: where its gradient is
 _STOCK = torch.Tensor.grad
@@ -60,11 +60,11 @@ def forget_gradient(parameter: nn.Parameter) -> None:
 @contextlib.contextmanager
 def stored_gradients_alone() -> Iterator[None]:
     """Around a function of torch's that passes by each parameter's `grad`, and does not ask for a streamed one's."""
-    token = nobody_looks.set(True)
+    token = placeholders_allowed.set(True)
     try:
         yield
     finally:
-        nobody_looks.reset(token)
+        placeholders_allowed.reset(token)
 
 
 class WaitingGradient(torch.Tensor):
@@ -142,7 +142,7 @@ class _OfAStreamedModel:
     def grad(self) -> torch.Tensor | None:
         stored, (source, name) = stored_gradient(self), getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
-        if stored is not None or engine is None or nobody_looks.get() or not engine.gradient_waits(name):
+        if stored is not None or engine is None or placeholders_allowed.get() or not engine.gradient_waits(name):
             return stored
         return WaitingGradient(self.detach(), name, engine)
 
@@ -166,7 +166,7 @@ class _OfAStreamedModel:
         self.grad = None
 
     def _gets_values(self) -> bool:
-        """Of a parameter at rest (`resting`)."""
+        """Of a parameter at rest (`placeholder_parameters`)."""
         source, _ = getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
         return engine is not None and engine.give_values(self)

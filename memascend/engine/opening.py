@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from memascend.engine.in_place_update import store_space, versions_for
 from memascend.engine.layout import Layout
-from memascend.engine.mapped import collect_tensor_files
-from memascend.engine.one_version import beside, versions_for
+from memascend.engine.mmap_tensors import collect_tensor_files
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_store import NotThisModel, StateStore, owner_of, stored_tensors
-from memascend.engine.traffic import file_beside_bytes
+from memascend.engine.traffic import auxiliary_file_bytes
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.scratch import collect_scratch_files
 
@@ -41,19 +41,17 @@ def create_state_store(
     buffers. `released`: see `StateStore.create`. Raises StorageError, ValueError."""
     gradients, slots = options.gradients, options.state_slots
     asked = options.versions if options.redo else 1
-    beside_two = file_beside_bytes(layout, replace(options, versions=2, redo=True))
+    auxiliary_bytes = auxiliary_file_bytes(layout, replace(options, versions=2, redo=True))
     chosen = versions_for(
-        folder, layout, asked, gradients, slots, redo=options.redo, beside_two=beside_two, released=released
+        folder, layout, asked, gradients, slots, redo=options.redo, auxiliary_bytes=auxiliary_bytes, released=released
     )
     options = replace(options, versions=chosen.count)
-    extra = beside(layout, chosen.count, gradients, slots, redo=options.redo)
-    extra["slack"] = extra.get("slack", 0) + 2 * buffers
+    space = store_space(layout, chosen.count, gradients, slots, redo=options.redo)
+    space = replace(space, slack=space.slack + 2 * buffers)
     store = StateStore.create(
         folder,
         owner_tag(owner, layout),
-        layout.nbytes,
-        versions=chosen.count,
-        **extra,
+        space,
         released=released,
         config=config,
         faults=faults,

@@ -46,7 +46,7 @@ class EngineOptions:
         piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but
             no more than 16.8 million.
         versions: of the states on the tier: 2, or 1 with the step's gradients beside it
-            (`memascend.engine.one_version`). None: two if the disk has room for them.
+            (`memascend.engine.in_place_update`). None: two if the disk has room for them.
         redo: with one version, whether a step that a kill cuts off can be done again. Else its gradients do not wait
             for that, and a kill in the middle of a step leaves torn states (`TornStates`); so do an error in a backward
             pass that uses gradients as they come, and a gradient that is infinite or NaN there.

@@ -2,10 +2,10 @@
 
 A streamed parameter has its values while its module runs. A model that takes another module's weight (a tied head as
 `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
-forward pass with a graph and the first one without are watched, operator by operator; in later ones a parameter at rest
-asks by itself (`resting`), which costs those that do not nothing. What is found in use belongs to the model's forward
-from there on: its unit is in memory for the whole pass, and until backward has ended. A block's weights, and a matrix
-that comes by slices, cannot be, and are refused; so is a change in place, which would not last.
+forward pass with a graph and the first one without are watched, operator by operator; in later ones a placeholder asks
+by itself (`placeholder_parameters`), which costs a model without such uses nothing. What is found in use belongs to the
+model's forward from there on: its unit is in memory for the whole pass, and until backward has ended. A block's
+weights, and a matrix that comes by slices, cannot be, and are refused; so is a change in place, which would not last.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class OutsideUse:
 
 
 class _Watching(TorchDispatchMode):
-    gives_values = True  # to parameters at rest, see `resting`
+    gives_values = True  # to parameters at rest, see `placeholder_parameters`
 
     def __init__(self, weights: UnitWeights, hold: Callable[[nn.Parameter], bool]) -> None:
         super().__init__()

@@ -27,7 +27,6 @@ from torch import nn
 
 from memascend.engine import state_store
 from memascend.engine.arguments import tensors_in
-from memascend.engine.beside import WAIT_S, TiersBeside
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import StatesOf, TierContents
@@ -36,10 +35,12 @@ from memascend.engine.frozen import FrozenApart
 from memascend.engine.gradient_views import StepGradients
 from memascend.engine.groups import Groups, GroupsNow
 from memascend.engine.hooks import HookedRuntime, ModelHooks
+from memascend.engine.in_place_update import Redo, store_space
 from memascend.engine.inputs import KeptInput, KeptInputs, is_dense
 from memascend.engine.kept_buffers import KeptBuffers, room_bytes
 from memascend.engine.layout import Kind, Layout, Part, Unit
 from memascend.engine.limit import Limit
+from memascend.engine.mmap_parameters import releasable_bytes
 from memascend.engine.model_guards import (
     left_empty,
     require_not_streamed,
@@ -47,15 +48,14 @@ from memascend.engine.model_guards import (
     require_python_modules,
     require_values,
 )
-from memascend.engine.one_version import Redo, beside
 from memascend.engine.opening import create_state_store, matches_layout, open_state_store
 from memascend.engine.operators import Taken, take_off_left_over
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import OldGraph, PassUnderWay
 from memascend.engine.saving import BackgroundSave, Extracts, Targets
+from memascend.engine.scratch_storage import WAIT_S, AuxiliaryTiers
 from memascend.engine.speculation import Beginning, Speculation
-from memascend.engine.spilled import releasable_bytes
 from memascend.engine.state_store import StateStore
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.traffic import matrix_uses
@@ -71,7 +71,7 @@ from memascend.storage.interrupts import patient, whole
 from memascend.swapping import Rates as SwapRates
 
 log = logging.getLogger("memascend")
-_LET_GO = ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_beside", "_hooks")  # by `close`
+_LET_GO = ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_auxiliary", "_hooks")  # by `close`
 _CUT_OFF = "a step's update was cut off: close the engine, and resume, which completes it"
 
 
@@ -123,7 +123,7 @@ class StreamingEngine(HookedRuntime):
                 self._states.register(piece.key, self.layout.states_numel(piece))
         for tensor in self.buffers.streamed:
             store.register(tensor)
-        self._beside = TiersBeside(store, self.layout, self.buffers, redoes=options.redoes)
+        self._auxiliary = AuxiliaryTiers(store, self.layout, self.buffers, redoes=options.redoes)
         self.weights = UnitWeights(units, self._stream, on_device)
         self.weights.require_usable = self._require_usable
         self._contents = TierContents(
@@ -144,7 +144,7 @@ class StreamingEngine(HookedRuntime):
         self._kept_steps = dict(self.steps)  # with the last completed step
         # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
         self.scale = 1.0
-        self._inputs = KeptInputs(self.buffers, self._beside.scratch, WAIT_S, inputs)
+        self._inputs = KeptInputs(self.buffers, self._auxiliary.scratch, WAIT_S, inputs)
         self.at_work = PassUnderWay()
         self._forwards = 0  # forward passes with a graph
         self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
@@ -168,7 +168,7 @@ class StreamingEngine(HookedRuntime):
         self._swapping: Swapping | None = None
         if options.swap is not None:
             self._swapping = Swapping(
-                model, units.blocks, options.swap, self._beside.swap_tier, options.swap_room, allocator, device
+                model, units.blocks, options.swap, self._auxiliary.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
         self._torn: type[state_store.TornStates] = state_store.TornStates
@@ -195,7 +195,7 @@ class StreamingEngine(HookedRuntime):
     @property
     def transferred(self) -> tuple[int, int]:
         """Bytes read and written since the engine was made: states, waiting gradients, activation checkpoints."""
-        read, written = (a + b for a, b in zip(self.state_store.transferred, self._beside.transferred, strict=True))
+        read, written = (a + b for a, b in zip(self.state_store.transferred, self._auxiliary.transferred, strict=True))
         if self._swapping is not None and self._swapping.cache is not None:
             moved = self._swapping.cache.tier.transferred
             read, written = read + moved.bytes_read, written + moved.bytes_written
@@ -340,8 +340,8 @@ class StreamingEngine(HookedRuntime):
 
     def _be_ready(self) -> None:
         if self.options.tears:
-            room = beside(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)["slack"]
-            self.state_store.replace_within(room)
+            space = store_space(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)
+            self.state_store.replace_within(space.slack)
         if self.options.profiles and self._states is not None:
             self._profile.measure_rates(self._states, self.state_store, self.options.state_slots)
 
@@ -419,7 +419,7 @@ class StreamingEngine(HookedRuntime):
             if stream is not None:
                 with contextlib.suppress(OSError, RuntimeError):
                     stream.close()
-        self._beside.close()
+        self._auxiliary.close()
 
     def _let_go(self) -> None:
         """The buffers go with whoever holds them; the model's graphs may hold this object."""
@@ -995,7 +995,7 @@ class StreamingEngine(HookedRuntime):
                 log.warning("memascend: the step is completed; reopening its states failed and is retried: %s", error)
                 self._half_taken_back = True
                 return
-            self._beside.store_was_reopened()
+            self._auxiliary.store_was_reopened()
 
     # -- gradients of the current step, for whoever reads `parameter.grad` (`gradient_views`) ------------------------
 
@@ -1094,7 +1094,7 @@ class StreamingEngine(HookedRuntime):
         if waited:
             updates.scale *= clipping
         if options.redoes:
-            self._beside.gradients.flush()
+            self._auxiliary.gradients.flush()
             settings = [self._settings(name) for name in self.steps]
             self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
         elif waited:
@@ -1214,7 +1214,7 @@ class StreamingEngine(HookedRuntime):
             except state_store.TornStates as error:
                 self._unfinished, self._torn = str(error), type(error)
                 raise
-            self._beside.store_was_reopened()
+            self._auxiliary.store_was_reopened()
             self._look_at_kept_steps()
             self.steps = dict(self._kept_steps)
             self._unfinished = _CUT_OFF if self.state_store.update_was_cut_off else None
@@ -1228,7 +1228,7 @@ class StreamingEngine(HookedRuntime):
     def _close_streams(self) -> None:
         """Every slot is free, and nothing is in flight; all of them can be used again. Raises the first failure."""
         failures = []
-        for stream in (self._stream, self._states, self._beside.gradients):
+        for stream in (self._stream, self._states, self._auxiliary.gradients):
             try:
                 if stream is not None:
                     stream.close()
@@ -1270,7 +1270,7 @@ class StreamingEngine(HookedRuntime):
 
     def gradient_stream(self) -> WeightStream:
         """Of gradients that wait on the tier; made by whichever thread asks first."""
-        return self._beside.gradient_stream()
+        return self._auxiliary.gradient_stream()
 
     # -- contents ------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
 a power cut leaves, the tensors of one completed step are there, whole (28 bytes per parameter for both versions in
 16-bit training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a
-step is committed in parts instead: what else it takes to do that again lies beside (`one_version`), or, if that is not
-wanted (`replace_within`), the states are marked as torn with the first part, until the step is completed."""
+step is committed in parts instead: what it takes to redo it is stored too (`in_place_update`), or, if that is not
+wanted (`replace_within`), the states are marked as partial with the first part, until the step is completed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from memascend.engine.mapped import collect_tensor_files
+from memascend.engine.mmap_tensors import collect_tensor_files
 from memascend.engine.snapshot import Snapshot
 from memascend.storage import interrupts
 from memascend.storage.completion import Completion
@@ -40,7 +40,7 @@ from memascend.storage.tier import Transferred
 log = logging.getLogger("memascend")
 
 _FILE, _META, _BUFFERS = "states", "completed step", "buffers"
-_BESIDE_STATES = {_META, _BUFFERS}
+_NOT_STATES = {_META, _BUFFERS}
 _TORN = "torn"  # among the facts
 _ZEROS_BYTES = 8 << 20
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
@@ -90,7 +90,7 @@ class StateStore:
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
         self._is_open = True  # not where it could not be opened again
-        self._unread = {key for key, _ in self._tier.engine.items()} - _BESIDE_STATES  # of an earlier process
+        self._unread = {key for key, _ in self._tier.engine.items()} - _NOT_STATES  # of an earlier process
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
         self._room_bytes: int | None = None
         self._replacing = threading.Lock()
@@ -108,23 +108,20 @@ class StateStore:
         cls,
         folder: str | os.PathLike[str],
         owner: str,
-        sizes: Iterable[int],
+        space: StoreSpace,
         *,
-        versions: int = 2,
-        beside: Sequence[int] = (),
-        slack: int = 0,
         released: int = 0,
         config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StateStore:
-        """For tensors of `sizes` bytes, in the new or empty `folder`; all space is taken now (`store_bytes`).
+        """In the new or empty `folder`; all of `space` is taken now.
 
         `owner`: what the states are of; whoever opens them says the same. `released`: bytes on the same file system
         that the caller gives back while it fills the store; where there are any, space is taken by what is written, and
         the rest by `take_space`. Raises StorageError where there is no room, with nothing left behind, and ValueError
         for a folder that holds something.
         """
-        folder, sizes = Path(folder), list(sizes)
+        folder = Path(folder)
         if _is_open_here(folder):
             raise ValueError(_in_use(folder))
         if folder.exists() and any(folder.iterdir()):
@@ -134,10 +131,10 @@ class StateStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder} cannot be created ({error.strerror}): name a folder on the SSD") from None
-        path, log = folder / _FILE, _log_bytes(len(sizes) + len(beside))
+        path = folder / _FILE
         try:
-            _allocate(path, store_bytes(sizes, versions=versions, beside=beside, slack=slack), versions, released)
-            _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, log)
+            _allocate(path, space.nbytes, space.versions, released)
+            _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, space.log_bytes)
             store = cls(folder, owner, _config(folder, config), faults, new=True)
         except BaseException:
             _undo(folder, made)
@@ -362,7 +359,7 @@ class StateStore:
 
     def write_buffers(self, raw: bytes | memoryview | None) -> None:
         """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The room for two
-        versions is `create`'s `slack`."""
+        versions is `StoreSpace.slack`."""
         if raw is None:
             self._tier.erase(_BUFFERS)
         else:
@@ -508,7 +505,7 @@ def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]
     """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
     store = StateStore(Path(folder), owner_of(folder), _config(Path(folder), None))
     try:
-        return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _BESIDE_STATES}
+        return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _NOT_STATES}
     finally:
         store.close()
 
@@ -562,11 +559,27 @@ def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConf
     return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
 
 
-def store_bytes(sizes: Iterable[int], *, versions: int = 2, beside: Sequence[int] = (), slack: int = 0) -> int:
-    """Of the file for tensors of `sizes` bytes in so many versions, for tensors `beside` them in one, and `slack`."""
-    whole, others = ([in_chunks(size) for size in each] for each in (sizes, beside))
-    log = _log_bytes(len(whole) + len(others))
-    return _FIXED_BYTES + 2 * log + 2 * META_BYTES + versions * sum(whole) + sum(others) + slack
+@dataclasses.dataclass(frozen=True)
+class StoreSpace:
+    """What a store's file has space for: tensors of `sizes` bytes in so many `versions`, tensors of `single` bytes in
+    one, and `slack` bytes more."""
+
+    sizes: Sequence[int]
+    versions: int = 2
+    single: Sequence[int] = ()
+    slack: int = 0
+
+    @property
+    def log_bytes(self) -> int:
+        """Of each half of the store's log."""
+        return in_chunks(max(1 << 20, _LOG_BYTES_A_KEY * (len(self.sizes) + len(self.single) + 1)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        versioned, single = (sum(map(in_chunks, sizes)) for sizes in (self.sizes, self.single))
+        fixed = _FIXED_BYTES + 2 * self.log_bytes + 2 * META_BYTES
+        return fixed + self.versions * versioned + single + self.slack
 
 
 def control_bytes(size: int) -> int:
@@ -577,10 +590,6 @@ def control_bytes(size: int) -> int:
 def in_chunks(size: int) -> int:
     """What a tensor of `size` bytes takes."""
     return -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
-
-
-def _log_bytes(keys: int) -> int:
-    return in_chunks(max(1 << 20, _LOG_BYTES_A_KEY * (keys + 1)))
 
 
 def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:

@@ -27,11 +27,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memascend.engine import given_states, state_store
+from memascend.engine import loaded_states, state_store
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import no_scaler
 from memascend.engine.layout import numel_of_state
-from memascend.engine.mapped import TensorFile
+from memascend.engine.mmap_tensors import TensorFile
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -551,7 +551,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 found = engine.read_states(name)
                 state[number] = {"step": torch.tensor(float(engine.steps[name]))}
                 state[number] |= {
-                    key: file.put(found[key]).view(given_states.shape_of(key, parameter.shape)) for key in keys
+                    key: file.put(found[key]).view(loaded_states.shape_of(key, parameter.shape)) for key in keys
                 }
         groups, first = [], 0
         for group in self.param_groups:
@@ -583,7 +583,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 if saved is not None:
                     log.warning("memascend: %s is frozen: its states are not loaded", name)
             elif saved is not None:
-                states = given_states.checked(engine.layout, name, parameter.shape, saved)
+                states = loaded_states.checked(engine.layout, name, parameter.shape, saved)
                 given[name], steps[name] = states, _checked_step(name, saved)
             elif engine.steps[name]:
                 given[name], steps[name] = {}, 0
@@ -595,8 +595,8 @@ class StreamedAdamW(torch.optim.Optimizer):
 
         def states_of(name: str) -> dict[str, torch.Tensor]:
             if not given[name]:
-                return given_states.none(engine.layout, sizes[name])
-            return given_states.as_kept(engine.layout, given[name])
+                return loaded_states.none(engine.layout, sizes[name])
+            return loaded_states.as_kept(engine.layout, given[name])
 
         engine.write_states(states_of, steps)
         engine.keep(self._facts())

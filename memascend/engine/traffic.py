@@ -18,9 +18,9 @@ import torch
 
 from memascend.engine.blocks import ModelUnits
 from memascend.engine.buffers import weight_classes
+from memascend.engine.in_place_update import bytes_of
 from memascend.engine.layout import Kind, Layout, Piece, Unit, padded
 from memascend.engine.matrices import SLICES_AHEAD
-from memascend.engine.one_version import bytes_of
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_store import control_bytes
 from memascend.engine.weights import WeightStream
@@ -229,7 +229,7 @@ def gradients_wait(layout: Layout, options: EngineOptions, uses: Mapping[str, Ma
     return options.waits or options.accumulate > 1 or any(_of_first_uses(layout, options, uses or {}))
 
 
-def beside_bytes(
+def auxiliary_tensor_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> list[int]:
     """Of each tensor in the file beside the states, in the order in which they come; empty: there is no such file."""
@@ -259,20 +259,20 @@ def folder_bytes(
     control file of each."""
     versions = options.versions or 2
     states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)
-    beside = file_beside_bytes(layout, options, input_numel=input_numel, uses=uses)
-    return states + control_bytes(states) + beside
+    auxiliary = auxiliary_file_bytes(layout, options, input_numel=input_numel, uses=uses)
+    return states + control_bytes(states) + auxiliary
 
 
-def file_beside_bytes(
+def auxiliary_file_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
     """Of the file beside the states, for gradients that wait and inputs of blocks, and of its control file."""
-    found = beside_bytes(layout, options, input_numel=input_numel, uses=uses)
+    found = auxiliary_tensor_bytes(layout, options, input_numel=input_numel, uses=uses)
     return scratch_file_bytes(found) if found else 0
 
 
 def _record_bytes(layout: Layout, options: EngineOptions, facts_bytes: int) -> Iterator[int]:
-    """Of each of a step's commits, what it keeps as JSON (`StreamingEngine._record`, `one_version.Redo`)."""
+    """Of each of a step's commits, what it keeps as JSON (`StreamingEngine._record`, `in_place_update.Redo`)."""
     count = len(layout.order)
     record = _json({"steps": [_STEP] * count, "versions": options.versions or 2}) + facts_bytes
     if options.redoes:

@@ -30,7 +30,7 @@ class StreamStatistics:
 
     `hits`: fetches that found the tensor in memory or on its way; `misses`: those that had to start its read.
     `denied`: read-ahead for which there was no room; `evicted`: tensors that were read ahead and lost their buffer
-    unused; `taken`: buffers taken from tensors that the device has a copy of; `beside_pool`: buffers made because no
+    unused; `taken`: buffers taken from tensors that the device has a copy of; `extra_buffers`: buffers made because no
     slot could be had; `fallbacks`: slots of a larger class, `fallback_wasted_bytes` the largest waste of one of them.
     """
 
@@ -40,7 +40,7 @@ class StreamStatistics:
     denied: int = 0
     evicted: int = 0
     taken: int = 0
-    beside_pool: int = 0
+    extra_buffers: int = 0
     failed_reads: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
@@ -81,7 +81,7 @@ class WeightStream:
     released has no buffer any more; what was copied keeps it until somebody else needs it, so that a fetch in between
     costs nothing. A fetch finds a slot, in this order: a free one; one whose tensor is leaving; that of a copied
     tensor; that of a tensor read ahead (latest first); always one of the class that fits, since no other would help.
-    Where there is none it waits for one to come back, or, with `beside`, gets a buffer of its own until its release.
+    Where there is none it waits for one to come back, or, with `extra`, gets a buffer of its own until its release.
 
     Tensors returned are views of the pool's memory, valid until the release (or the copy's event). The pool is the
     stream's alone.
@@ -93,7 +93,7 @@ class WeightStream:
         *,
         pool: BufferPool | None = None,
         staging: OnDemandBuffers | None = None,
-        beside: OnDemandBuffers | None = None,
+        extra: OnDemandBuffers | None = None,
         owner: Owner | None = None,
         slot_multiple: int = 1,
         read_ahead_bytes: int | None = None,
@@ -111,7 +111,7 @@ class WeightStream:
         """
         if pool is None and staging is None:
             raise ValueError("a stream of weights needs a pool or staging buffers")
-        self._storage, self._pool, self._staging, self._beside, self._owner = storage, pool, staging, beside, owner
+        self._storage, self._pool, self._staging, self._extra, self._owner = storage, pool, staging, extra, owner
         self._slot_multiple, self._read_ahead_bytes, self._wait_s = slot_multiple, read_ahead_bytes, wait_s
         self._describe, self._warn = describe, warn or logging.getLogger("memascend").warning
         self._before_write = before_write
@@ -227,7 +227,7 @@ class WeightStream:
         Each is 1-D, on the CPU, of the pool's dtype and the `numel` that was registered: a view of the slot, valid
         until the `release` that belongs to this call.
 
-        Raises KeyError (not registered), PoolTimeoutError (no slot in time, no `beside`) and the storage's failure; the
+        Raises KeyError (not registered), PoolTimeoutError (no slot in time, no `extra`) and the storage's failure; the
         tensors that were asked for are then as before the call, and a fetch that follows reads again.
         """
         keys = list(dict.fromkeys(keys))
@@ -374,8 +374,8 @@ class WeightStream:
                     if entry is not None:
                         return entry
                     leaving = self._make_room(self._numels[key], keep)
-                    if leaving is None and self._beside is not None:
-                        return self._admitted(self._lease_beside(key), reading)
+                    if leaving is None and self._extra is not None:
+                        return self._admitted(self._lease_extra(key), reading)
                     if leaving is None:
                         self._wait_for_a_buffer(key, deadline - monotonic())
                 if leaving is not None:
@@ -583,8 +583,8 @@ class WeightStream:
         numel = self._numels[key]
         slot_numel = self._slot_numel(numel)
         source = self._staging if self._pool is None else self._pool
-        if source is self._pool and self._beside is not None and slot_numel > self._pool.largest_numel:
-            return self._lease_beside(key)
+        if source is self._pool and self._extra is not None and slot_numel > self._pool.largest_numel:
+            return self._lease_extra(key)
         entry = _Entry(key, numel, source=source)
         entry.lease = source.lease(entry, numel, slot_numel)
         if entry.lease is None:
@@ -598,12 +598,12 @@ class WeightStream:
             )
         return entry
 
-    def _lease_beside(self, key: Hashable) -> _Entry:
+    def _lease_extra(self, key: Hashable) -> _Entry:
         numel = self._numels[key]
-        entry = _Entry(key, numel, source=self._beside)
-        entry.lease = self._beside.lease(entry, numel, self._slot_numel(numel))
-        self._counts.beside_pool += 1
-        if self._counts.beside_pool == 1:
+        entry = _Entry(key, numel, source=self._extra)
+        entry.lease = self._extra.lease(entry, numel, self._slot_numel(numel))
+        self._counts.extra_buffers += 1
+        if self._counts.extra_buffers == 1:
             self._warn(
                 f"memascend: no buffer of the pool can be had for {self._describe(key)} ({numel} elements): all that "
                 "fit are in use; it gets one of its own for a while, and so will others (more memory than planned; "

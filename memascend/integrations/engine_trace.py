@@ -13,7 +13,7 @@ def record_engine(engine: StreamingEngine, recorder: Recorder) -> None:
     """From now on. What the training's thread waits for is in its phases and blocks: the engine does not tell of it."""
     record_blocks(engine.model, recorder)
     record_transfers(engine.state_store, recorder)
-    record_transfers(engine._beside.scratch(), recorder)
+    record_transfers(engine._auxiliary.scratch(), recorder)
     step = engine.updates._step
 
     def stepped(run: Any, *rest: Any) -> None:

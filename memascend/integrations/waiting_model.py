@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine.spilled import wait_in
+from memascend.engine.mmap_parameters import wait_in
 from memascend.integrations.pretrained import configuration, persistent_buffers
 from memascend.storage.tensor_folder import StoredTensor, TensorFolder, has_tensor_files
 

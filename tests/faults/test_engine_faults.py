@@ -246,7 +246,9 @@ def test_the_file_beside_the_states_is_made_once_whichever_threads_ask_for_it(tm
         return made[-1]
 
     monkeypatch.setattr(DirectTier, "in_file", slowly)
-    asking = [threading.Thread(target=ask) for ask in (engine._beside.scratch, engine._beside.gradient_stream) * 2]
+    asking = [
+        threading.Thread(target=ask) for ask in (engine._auxiliary.scratch, engine._auxiliary.gradient_stream) * 2
+    ]
     for thread in asking:
         thread.start()
     for thread in asking:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memascend.engine.spilled import flat_values
+from memascend.engine.mmap_parameters import flat_values
 from memascend.integrations.waiting_model import NotAsStored, hollow_model, waiting_model
 from memascend.memory.ledger import Ledger
 from memascend.training.backends.in_memory import InMemoryBackend

@@ -24,7 +24,7 @@ from memascend.storage.tensor_file import TensorLayout
 from memascend.storage.tensor_parts import TensorPartsWriter
 from tests.unit import test_partial_training as partial
 from tests.unit import test_sliced_matrices as sliced
-from tests.unit.test_one_version import assert_same, batch, begin, contents, model, resume, train
+from tests.unit.test_in_place_update import assert_same, batch, begin, contents, model, resume, train
 from tests.unit.test_speculated_clipping import Loop, model_of
 
 

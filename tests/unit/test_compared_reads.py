@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from memascend.engine.state_store import StateStore
+from memascend.engine.state_store import StateStore, StoreSpace
 from memascend.storage.errors import StorageError
-from tests.unit.test_one_version import begin, contents, model, resume, train
+from tests.unit.test_in_place_update import begin, contents, model, resume, train
 
 
 def test_a_tensor_that_rotted_between_two_processes_is_named_when_it_is_first_read(tmp_path):
-    store = StateStore.create(tmp_path / "states", "test", [4096, 4096])
+    store = StateStore.create(tmp_path / "states", "test", StoreSpace([4096, 4096]))
     values = torch.arange(1024, dtype=torch.float32)
     for key in ("good", "rotten"):
         store.write(key, values).wait()

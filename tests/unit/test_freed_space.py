@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memascend.engine.state_store import StateStore, store_bytes
+from memascend.engine.state_store import StateStore, StoreSpace
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage import freed_space
 from memascend.storage.errors import StorageError
@@ -17,7 +17,7 @@ SIZES = [4 << 20] * 4
 
 def trained_and_removed(folder):
     """A store whose file was in io_uring's hands, with pinned memory."""
-    store = StateStore.create(folder, "tests", SIZES, versions=1)
+    store = StateStore.create(folder, "tests", StoreSpace(SIZES, versions=1))
     allocator = PageAlignedPinnedAllocator(lock=False)
     tensors = [allocator.allocate(1 << 20, torch.float32, name=str(key), owner="tests") for key in range(len(SIZES))]
     for tensor in tensors:
@@ -29,7 +29,7 @@ def trained_and_removed(folder):
 
 
 def test_a_home_in_the_place_of_a_removed_one_is_not_refused_for_room_that_comes_back(tmp_path):
-    size = store_bytes(SIZES, versions=1)
+    size = StoreSpace(SIZES, versions=1).nbytes
     with small_file_system(tmp_path / "small", size + (12 << 20)) as small:
         for _ in range(3):
             trained_and_removed(small / "states")
@@ -43,7 +43,7 @@ def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
         freed_space.unlink(small / "file")
         freed_space.unlink(small / "file")  # which is gone
         with pytest.raises(StorageError, match="one version of all states and its auxiliary data do not fit"):
-            StateStore.create(small / "states", "tests", SIZES, versions=1)
+            StateStore.create(small / "states", "tests", StoreSpace(SIZES, versions=1))
         assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
 
 
@@ -77,7 +77,7 @@ def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monke
 @pytest.mark.parametrize("tensors", [1023, 1024, 1025, 2001])
 def test_a_home_of_any_number_of_tensors_can_be_made(tmp_path, tensors):
     """From 1,024 tensors on the log grows with each, and a store takes whole sectors alone."""
-    store = StateStore.create(tmp_path / "states", "model", [4096] * tensors, versions=1)
+    store = StateStore.create(tmp_path / "states", "model", StoreSpace([4096] * tensors, versions=1))
     value, again = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
     store.write("last", value).wait()
     store.commit({"step": 1})

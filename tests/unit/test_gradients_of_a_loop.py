@@ -15,7 +15,7 @@ from torch.nn.utils import (  # bound before any model is streamed, as most scri
 from memascend import EngineOptions, streaming
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import stored_gradient
-from memascend.engine.one_version import Redo
+from memascend.engine.in_place_update import Redo
 from memascend.engine.updates import AdamSettings
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model

@@ -10,7 +10,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from memascend.engine.blocks import NotStreamable
-from memascend.engine.mapped import TensorFile
+from memascend.engine.mmap_tensors import TensorFile
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model

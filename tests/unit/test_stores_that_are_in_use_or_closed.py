@@ -13,7 +13,7 @@ import torch
 from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import NotThisModel, StateStore
+from memascend.engine.state_store import NotThisModel, StateStore, StoreSpace
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
@@ -60,7 +60,7 @@ def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
         begin(model(), tmp_path / "run", resume=True)
     assert time.monotonic() - began < 10
     with pytest.raises(ValueError, match="is in use by this process: close the other session first"):
-        StateStore.create(tmp_path / "run", "ours", [1 << 20])
+        StateStore.create(tmp_path / "run", "ours", StoreSpace([1 << 20]))
     assert loop(ours, optimizer, data) == loop(theirs, AdamW(theirs.parameters(), **SETTINGS), data)
     session.close()
     begin(model(), tmp_path / "run", resume=True)[0].remove()

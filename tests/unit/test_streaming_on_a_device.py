@@ -20,8 +20,8 @@ WRITTEN_FOR_THE_CPU = (
     "test_sliced_matrices",
     "test_streaming_loop",
     "test_engine_swapping",
-    "test_one_version",
-    "test_torn_states",
+    "test_in_place_update",
+    "test_interrupted_updates",
     "test_streamed_blocks",
 )
 # They count the CPU's own products, add modules on the CPU, or go on with torch's AdamW there.

@@ -207,10 +207,10 @@ def test_beside_a_pool_that_is_in_use_a_fetch_gets_a_buffer_of_its_own_and_says_
     ledger, lines = Ledger(), []
     allocator = PageAlignedPinnedAllocator(ledger, lock=False)
     stream = stream_of(
-        storage, slots=1, beside=OnDemandBuffers(HALF, allocator, name="beside"), warn=lines.append, describe=str.upper
+        storage, slots=1, extra=OnDemandBuffers(HALF, allocator, name="extra"), warn=lines.append, describe=str.upper
     )
     assert [value(tensor) for tensor in stream.fetch(["a", "b", "c"])] == [1, 2, 3]
-    assert counted(stream, beside_pool=2)
+    assert counted(stream, extra_buffers=2)
     assert len(lines) == 1
     assert "B (256 elements)" in lines[0]
     for key in ("a", "b", "c"):
@@ -221,7 +221,7 @@ def test_beside_a_pool_that_is_in_use_a_fetch_gets_a_buffer_of_its_own_and_says_
 def test_a_tensor_larger_than_every_class_lies_beside_the_pool(storage):
     storage.fill("huge", numel=4 * NUMEL)
     allocator = PageAlignedPinnedAllocator(lock=False)
-    stream = stream_of(storage, beside=OnDemandBuffers(HALF, allocator, name="beside"), warn=lambda line: None)
+    stream = stream_of(storage, extra=OnDemandBuffers(HALF, allocator, name="extra"), warn=lambda line: None)
     stream.register("huge", 4 * NUMEL)
     (found,) = stream.fetch(["huge"])
     assert found.numel() == 4 * NUMEL

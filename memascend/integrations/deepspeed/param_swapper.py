@@ -103,7 +103,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self.stream = WeightStream(
             self._storage,
             staging=OnDemandBuffers(self.dtype, self._allocator, name="staging buffer", keep=True),
-            beside=OnDemandBuffers(self.dtype, self._allocator, name="beside the pool"),
+            extra=OnDemandBuffers(self.dtype, self._allocator, name="beside the pool"),
             owner=self,
             slot_multiple=self.numel_alignment,
             describe=lambda key: f"parameter {key} of shape {self._shapes.get(key)}",
@@ -307,7 +307,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
 
     @property
     def buffers_beside_pool(self) -> int:
-        return self.stream.statistics().beside_pool
+        return self.stream.statistics().extra_buffers
 
     @property
     def pool_fallbacks(self) -> int:

@@ -18,10 +18,10 @@ import torch
 
 from memascend.engine import state_store
 from memascend.engine.layout import numel_of_state
+from memascend.engine.mmap_parameters import MmapValues
 from memascend.engine.options import CHECKPOINTS, EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saving import WEIGHTS, BackgroundSave, Target
-from memascend.engine.spilled import SpilledValues
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement_policy import PlacementPolicy
@@ -100,7 +100,7 @@ class StreamingBackend:
                 return waiting_model(source, dtype)
             except NotAsStored as reason:
                 log.warning("memascend: the whole model is read into memory before training begins: %s", reason)
-        with SpilledValues(self._folder.parent) as spilled:
+        with MmapValues(self._folder.parent) as spilled:
             return in_memory_model(source, dtype, spilled.take)
 
     def _hollow_model(self, source: Path | dict[str, Any]) -> Any:

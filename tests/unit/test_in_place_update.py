@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine import one_version, state_store
+from memascend.engine import in_place_update, state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.state_store import NotThisModel, StateStore
 from memascend.engine.streaming import streaming
-from memascend.engine.traffic import file_beside_bytes
+from memascend.engine.traffic import auxiliary_file_bytes
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage import freed_space
@@ -108,8 +108,8 @@ def test_it_trains_as_with_two_versions_and_takes_less_room(tmp_path, dtype, opt
     train(theirs, two, range(4), passes)
     assert_same(contents(one), contents(two))
     sizes = [(tmp_path / name / "states").stat().st_size for name in ("one", "two")]
-    assert sizes[0] == one_version.bytes_of(one.layout, 1, one.options.gradients, 3)
-    assert sizes[1] == one_version.bytes_of(two.layout, 2, two.options.gradients, 3)
+    assert sizes[0] == in_place_update.bytes_of(one.layout, 1, one.options.gradients, 3)
+    assert sizes[1] == in_place_update.bytes_of(two.layout, 2, two.options.gradients, 3)
     one.close(destroy=True)
     two.close(destroy=True)
     assert list(tmp_path.iterdir()) == []
@@ -251,7 +251,7 @@ def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_p
 def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monkeypatch, caplog):
     ours = model()
     probe = begin(copy.deepcopy(ours), tmp_path / "probe")
-    two, one = (one_version.bytes_of(probe.layout, count, torch.float32, 3) for count in (2, 1))
+    two, one = (in_place_update.bytes_of(probe.layout, count, torch.float32, 3) for count in (2, 1))
     probe.close(destroy=True)
     assert one < two
     caplog.set_level(logging.INFO, "memascend")
@@ -282,7 +282,9 @@ def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch
     monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # the room that is said to be free is all there will be
     ours = model()
     probe = begin(copy.deepcopy(ours), tmp_path / "probe", versions=2, **options)
-    room = one_version.bytes_of(probe.layout, 2, torch.float32, 3) + file_beside_bytes(probe.layout, probe.options)
+    room = in_place_update.bytes_of(probe.layout, 2, torch.float32, 3) + auxiliary_file_bytes(
+        probe.layout, probe.options
+    )
     probe.close(destroy=True)
     for free, versions in ((room, 2), (room - 1, 1)):
         usage = shutil.disk_usage(tmp_path)._replace(free=free)
@@ -321,7 +323,7 @@ _LOOP = """
 import hashlib, sys
 import torch
 from memascend.engine import state_store
-from tests.unit.test_one_version import begin, batch, contents, model, resume
+from tests.unit.test_in_place_update import begin, batch, contents, model, resume
 
 folder, steps = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)

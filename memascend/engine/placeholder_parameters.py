@@ -25,10 +25,10 @@ _SET_DATA = torch.Tensor.data.__set__
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 
 # Inside of functions of torch's that pass by each parameter, and whose results are looked after.
-nobody_looks = ContextVar("nobody_looks", default=False)
+placeholders_allowed = ContextVar("placeholders_allowed", default=False)
 
 
-class ValuesAreElsewhere:
+class Placeholder:
     """Mixed into the class of a tensor over the NaN. `_refuse` makes the error, with the tensor's name; `_gets_values`
     says whether it is at work from now on, in a forward pass of the model that uses it outside of its module's."""
 
@@ -40,13 +40,11 @@ class ValuesAreElsewhere:
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = function.__name__
-        if function == _SET_DATA and not nobody_looks.get():
+        if function == _SET_DATA and not placeholders_allowed.get():
             raise args[0]._refuse("an assignment to data")
         moves = name in _PROPERTIES or name == "detach"  # whoever uses the result is refused
-        if not (moves or _takes_no_value(name, args) or nobody_looks.get() or _is_watched()):
-            tensors = [
-                each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, ValuesAreElsewhere)
-            ]
+        if not (moves or _takes_no_value(name, args) or placeholders_allowed.get() or _is_watched()):
+            tensors = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, Placeholder)]
             if _changes(name) or not all(each._gets_values() for each in tensors):
                 raise tensors[0]._refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
@@ -61,7 +59,7 @@ class ValuesAreElsewhere:
             return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, on the SSD)"
 
 
-class _View(ValuesAreElsewhere, torch.Tensor):
+class _View(Placeholder, torch.Tensor):
     """`p.data` or `p.detach()` of a parameter at rest."""
 
     def _gets_values(self) -> bool:
@@ -98,6 +96,6 @@ def _flat(args: Any) -> list[Any]:
 
 
 @functools.cache
-def at_rest(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def placeholder_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter of class `kind` has while it rests."""
-    return type(kind.__name__, (ValuesAreElsewhere, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__})

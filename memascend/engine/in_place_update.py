@@ -21,7 +21,7 @@ import torch
 
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
-from memascend.engine.state_store import StateStore, in_chunks, store_bytes
+from memascend.engine.state_store import StateStore, StoreSpace, in_chunks
 from memascend.engine.updates import AdamSettings, Updates, gradient_key
 from memascend.storage.freed_space import free_bytes
 
@@ -45,11 +45,11 @@ def versions_for(
     slots: int,
     *,
     redo: bool = True,
-    beside_two: int = 0,
+    auxiliary_bytes: int = 0,
     released: int = 0,
 ) -> Versions:
     """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateStore.create` does that.
-    `beside_two`: bytes of the files beside two versions, such as that of gradients, which lie with one version.
+    `auxiliary_bytes`: bytes of the files beside two versions, such as that of gradients, which lie with one version.
     `released`: bytes of the disk that are given back as the store is filled."""
     two, one = (bytes_of(layout, count, gradients, slots, redo=redo) for count in (2, 1))
     if asked is not None:
@@ -57,22 +57,23 @@ def versions_for(
     parent = Path(folder)
     while not parent.exists():
         parent = parent.parent
-    free = free_bytes(parent, two + beside_two - released) + released
-    if two + beside_two <= free or one > free:
+    free = free_bytes(parent, two + auxiliary_bytes - released) + released
+    if two + auxiliary_bytes <= free or one > free:
         return Versions(2, two, f"{free / _GIB:.2f} GiB are free")
-    why = f"two take {(two + beside_two) / _GIB:.2f} GiB and {free / _GIB:.2f} are free"
+    why = f"two take {(two + auxiliary_bytes) / _GIB:.2f} GiB and {free / _GIB:.2f} are free"
     return Versions(1, one, why)
 
 
 def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> int:
     """Of the store's file."""
-    return store_bytes(layout.nbytes, versions=versions, **beside(layout, versions, gradients, slots, redo=redo))
+    return store_space(layout, versions, gradients, slots, redo=redo).nbytes
 
 
-def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> dict[str, Any]:
-    """What the store holds beside the states: gradients for a redo, and room for fresh copies of what is in flight."""
+def store_space(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> StoreSpace:
+    """What the store's file has space for: the states, and with one version of them the gradients for a redo, and
+    fresh copies of what is in flight."""
     if versions == 2:
-        return {"beside": [], "slack": 0}
+        return StoreSpace(layout.nbytes)
     weights, states = layout.weights.itemsize, layout.stored_states.itemsize
     each = [padded(piece.numel, gradients) * gradients.itemsize for piece in layout.pieces] if redo else []
     of_piece = {piece.key: in_chunks(layout.states_numel(piece) * states) for piece in layout.pieces}
@@ -80,8 +81,8 @@ def beside(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *,
         in_chunks(layout.unit_numel(unit) * weights) + sum(of_piece[piece.key] for piece in unit.pieces)
         for unit in layout.units
     ]
-    under_way = max(2 * max(units, default=0), sum(sorted(of_piece.values())[-slots:])) + sum(sorted(each)[-slots:])
-    return {"beside": each, "slack": under_way}
+    in_flight = max(2 * max(units, default=0), sum(sorted(of_piece.values())[-slots:])) + sum(sorted(each)[-slots:])
+    return StoreSpace(layout.nbytes, versions=1, single=each, slack=in_flight)
 
 
 class GradientsInStore:

@@ -33,7 +33,7 @@ class _Pages:
     releasable: bool
 
 
-class SpilledValues:
+class MmapValues:
     """Values of parameters in a file in `folder` that goes with the last of them. A context, in which more are taken.
 
     Raises OSError where the disk has no room. Not thread-safe.

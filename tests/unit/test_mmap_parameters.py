@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from memascend.engine.mmap_parameters import MmapValues, flat_values, releasable_bytes, release
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.spilled import SpilledValues, flat_values, releasable_bytes, release
 from memascend.storage import freed_space
 from memascend.storage.errors import StorageError
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def spilled(model, folder):
-    with SpilledValues(folder) as values:
+    with MmapValues(folder) as values:
         for module in model.modules():
             values.take(module)
     return model

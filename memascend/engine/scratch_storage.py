@@ -8,9 +8,9 @@ import threading
 from collections.abc import Sequence
 
 from memascend.engine.buffers import EngineBuffers
+from memascend.engine.in_place_update import GradientsInStore
 from memascend.engine.layout import Layout
 from memascend.engine.matrices import partial_key
-from memascend.engine.one_version import GradientsInStore
 from memascend.engine.protocols import Storage
 from memascend.engine.state_store import StateStore
 from memascend.engine.updates import gradient_key, gradient_numel
@@ -21,7 +21,7 @@ from memascend.storage.engine_tiers import DirectTier
 WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
 
 
-class TiersBeside:
+class AuxiliaryTiers:
     """Files in the store's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
 
     `redoes`: gradients lie with the states, since a step can be done again from them. Also books the bounce buffers of

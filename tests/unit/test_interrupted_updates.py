@@ -6,13 +6,13 @@ import logging
 import pytest
 import torch
 
-from memascend.engine import one_version, state_store
+from memascend.engine import in_place_update, state_store
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_store import TornStates
 from memascend.engine.streaming import streaming
 from tests.killed import Loop
-from tests.unit import test_one_version as with_redo
-from tests.unit.test_one_version import Model, assert_same, batch, contents, instants, model, train
+from tests.unit import test_in_place_update as with_redo
+from tests.unit.test_in_place_update import Model, assert_same, batch, contents, instants, model, train
 
 
 def begin(of, folder, **options):
@@ -53,8 +53,8 @@ def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_roo
     assert_same(contents(one), contents(two))
     sizes = [(tmp_path / name / "states").stat().st_size for name in ("one", "two")]
     gradients, slots = one.options.gradients, one.options.state_slots
-    assert sizes[0] == one_version.bytes_of(one.layout, 1, gradients, slots, redo=False)
-    assert sizes[0] < one_version.bytes_of(one.layout, 1, gradients, slots) < sizes[1]
+    assert sizes[0] == in_place_update.bytes_of(one.layout, 1, gradients, slots, redo=False)
+    assert sizes[0] < in_place_update.bytes_of(one.layout, 1, gradients, slots) < sizes[1]
     one.close(destroy=True)
     two.close(destroy=True)
     assert list(tmp_path.iterdir()) == []
@@ -205,8 +205,8 @@ _LOOP = """
 import hashlib, os, sys
 import torch
 from memascend.engine import state_store
-from tests.unit.test_one_version import batch, contents, model
-from tests.unit.test_torn_states import begin, resume
+from tests.unit.test_in_place_update import batch, contents, model
+from tests.unit.test_interrupted_updates import begin, resume
 
 folder, steps, saved = sys.argv[1], int(sys.argv[2]), sys.argv[1] + ".checkpoint"
 torch.set_num_threads(1)
