@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memascend.activation.cache import ActivationCache
     from memascend.engine.blocks import NotStreamable
     from memascend.engine.options import EngineOptions
-    from memascend.engine.state_store import TornStates
+    from memascend.engine.state_store import InterruptedUpdate
     from memascend.engine.streaming import streaming
     from memascend.integrations.deepspeed.hooks import Enabled
     from memascend.storage.errors import StorageError
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 __version__: str  # of the installed package; pyproject.toml has it
 __all__ = [
     "EngineOptions",
+    "InterruptedUpdate",
     "NotStreamable",
     "StorageError",
-    "TornStates",
     "__version__",
     "disable",
     "enable",
@@ -56,11 +56,12 @@ __all__ = [
 
 _WHERE = {
     "EngineOptions": ".engine.options",
+    "InterruptedUpdate": ".engine.state_store",
     "NotStreamable": ".engine.blocks",
     "StorageError": ".storage.errors",
-    "TornStates": ".engine.state_store",
     "streaming": ".engine.streaming",
 }
+_RENAMED = {"TornStates": "InterruptedUpdate"}
 
 
 def __getattr__(name: str) -> Any:
@@ -68,6 +69,11 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name == "_C":  # `from memascend import _C` asks here first
         return importlib.import_module(".extension", __name__).load(__name__)
+    if name in _RENAMED:
+        from .deprecation import warn_renamed
+
+        warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
+        return __getattr__(_RENAMED[name])
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_WHERE[name], __name__), name)

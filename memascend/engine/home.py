@@ -11,5 +11,5 @@ from memascend.engine import state_store
 def __getattr__(name: str) -> Any:
     if name != "TornStates":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it is memascend.engine.state_store now")
-    warn_renamed(f"{__name__}.{name}", f"memascend.engine.state_store.{name}")
-    return state_store.TornStates
+    warn_renamed(f"{__name__}.{name}", "memascend.engine.state_store.InterruptedUpdate")
+    return state_store.InterruptedUpdate

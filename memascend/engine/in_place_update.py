@@ -6,7 +6,7 @@ states in one commit, from the gradients that are still there. It takes a versio
 in flight; a step writes and reads the gradients once more.
 
 Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in room for two units.
-A kill meanwhile leaves them torn, and training goes on from a checkpoint.
+A kill meanwhile leaves them incomplete, and training goes on from a checkpoint.
 """
 
 from __future__ import annotations

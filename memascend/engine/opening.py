@@ -21,8 +21,8 @@ log = logging.getLogger("memascend")
 _ONE_VERSION = {
     "redoes": "gradients are stored with it, so that an interrupted step can be redone; each step writes and reads "
     "them once more",
-    "tears": "without gradients to redo a step from: after a kill in the middle of a step training continues from the "
-    "last checkpoint",
+    "replaces_without_redo": "without gradients to redo a step from: after a kill in the middle of a step training "
+    "continues from the last checkpoint",
 }
 
 
@@ -72,7 +72,7 @@ def open_state_store(
     faults: Any = None,
 ) -> tuple[StateStore, EngineOptions, dict[str, Any]]:
     """(the store, the options with its number of versions, its last completed step). Raises NotThisModel and
-    TornStates."""
+    InterruptedUpdate."""
     collect_scratch_files(folder, os.fspath(folder))
     try:
         store = StateStore.open(folder, owner_tag(owner, layout), config=config, faults=faults)

@@ -48,8 +48,8 @@ class EngineOptions:
         versions: of the states on the tier: 2, or 1 with the step's gradients beside it
             (`memascend.engine.in_place_update`). None: two if the disk has room for them.
         redo: with one version, whether a step that a kill cuts off can be done again. Else its gradients do not wait
-            for that, and a kill in the middle of a step leaves torn states (`TornStates`); so do an error in a backward
-            pass that uses gradients as they come, and a gradient that is infinite or NaN there.
+            for that, and a kill in the middle of a step leaves incomplete states (`InterruptedUpdate`); so do an error
+            in a backward pass that uses gradients as they come, and a gradient that is infinite or NaN there.
         device: what computes, whose memory holds copies of the weights that are at work (such as "cuda"). None: where
             the model's parameters are.
         implicit_step: each forward pass with a graph completes the step before it (LoHan, Fig. 4b: a loop without
@@ -140,7 +140,7 @@ class EngineOptions:
         return self.versions == 1 and self.redo
 
     @property
-    def tears(self) -> bool:
+    def replaces_without_redo(self) -> bool:
         """Whether a step replaces the states in parts, which are of no use where that is cut off."""
         return self.versions == 1 and not self.redo
 

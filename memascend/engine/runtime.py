@@ -171,7 +171,7 @@ class StreamingEngine(HookedRuntime):
                 model, units.blocks, options.swap, self._auxiliary.swap_tier, options.swap_room, allocator, device
             )
         self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
-        self._torn: type[state_store.TornStates] = state_store.TornStates
+        self._refusal: type[state_store.InterruptedUpdate] = state_store.InterruptedUpdate
         self._half_taken_back = False  # a step that failed, on a tier that failed again
         self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
         self._in_forward = False  # of the model as a whole
@@ -279,7 +279,7 @@ class StreamingEngine(HookedRuntime):
         """Go on after the last completed step of a store; also the facts that were kept with it.
 
         `model` is of the same architecture; its values are dropped. Raises NotThisModel where the store holds another
-        model or layout, or no completed step; TornStates.
+        model or layout, or no completed step; InterruptedUpdate.
         """
         options = options or EngineOptions()
         require_not_streamed(model)
@@ -339,7 +339,7 @@ class StreamingEngine(HookedRuntime):
         self.weights.empty_all()
 
     def _be_ready(self) -> None:
-        if self.options.tears:
+        if self.options.replaces_without_redo:
             space = store_space(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)
             self.state_store.replace_within(space.slack)
         if self.options.profiles and self._states is not None:
@@ -358,7 +358,7 @@ class StreamingEngine(HookedRuntime):
         """What a commit keeps beside the states, `ahead` steps from now."""
         steps = [step + ahead for step in self.steps.values()]
         whole = {"steps": steps, "versions": self.options.versions, "facts": facts}
-        if self.options.tears:
+        if self.options.replaces_without_redo:
             whole["redoes"] = False
         return whole if redo is None else {**whole, "redo": redo}
 
@@ -948,8 +948,8 @@ class StreamingEngine(HookedRuntime):
         completed; else the caller does that before the next one. `facts`: JSON that the step is kept with where a kill
         cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits per parameter)
         less than `META_BYTES`, 1 MiB, or ValueError before anything is updated. Raises what failed, StorageError,
-        TornStates and others; the step is then given up (see `give_up`). With one version of the states a step whose
-        update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
+        InterruptedUpdate and others; the step is then given up (see `give_up`). With one version of the states a step
+        whose update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
         """
         self._require_no_function("optimizer.step()")
         self._require_whole()
@@ -1086,8 +1086,8 @@ class StreamingEngine(HookedRuntime):
         if not bool(torch.isfinite(norm)):
             try:
                 self._take_back(written=not waited or options.redoes)
-            except state_store.TornStates as torn:
-                torn.args = (f"a gradient was infinite or NaN; {torn}",)
+            except state_store.InterruptedUpdate as error:
+                error.args = (f"a gradient was infinite or NaN; {error}",)
                 raise
             return None
         clipping = self._clipping(norm)
@@ -1134,7 +1134,7 @@ class StreamingEngine(HookedRuntime):
         if self._unfinished is _CUT_OFF and self._completes:
             self._complete_here()
         if self._unfinished is not None:
-            raise (RuntimeError if self._unfinished is _CUT_OFF else self._torn)(self._unfinished)
+            raise (RuntimeError if self._unfinished is _CUT_OFF else self._refusal)(self._unfinished)
 
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
@@ -1211,8 +1211,8 @@ class StreamingEngine(HookedRuntime):
         if self._half_taken_back:
             try:
                 self.state_store.roll_back()
-            except state_store.TornStates as error:
-                self._unfinished, self._torn = str(error), type(error)
+            except state_store.InterruptedUpdate as error:
+                self._unfinished, self._refusal = str(error), type(error)
                 raise
             self._auxiliary.store_was_reopened()
             self._look_at_kept_steps()
@@ -1241,7 +1241,7 @@ class StreamingEngine(HookedRuntime):
     def give_up(self) -> None:
         """After an error in the loop: forget the current step. Everything is as after the last completed one.
 
-        Raises TornStates where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
+        Raises InterruptedUpdate where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
         if self._closed:
             return
         self.weights.require_own_process()

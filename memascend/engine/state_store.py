@@ -41,7 +41,7 @@ log = logging.getLogger("memascend")
 
 _FILE, _META, _BUFFERS = "states", "completed step", "buffers"
 _NOT_STATES = {_META, _BUFFERS}
-_TORN = "torn"  # among the facts
+_PARTIAL = "torn"  # among the facts; the word that all versions write
 _ZEROS_BYTES = 8 << 20
 _CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
 _FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
@@ -55,18 +55,18 @@ class NotThisModel(ValueError):
     """The folder holds the states of another model, or of other settings."""
 
 
-class TornStates(ValueError):
+class InterruptedUpdate(ValueError):
     """A step was cut off while it replaced the only version of its states."""
 
     @classmethod
-    def of(cls, folder: Path) -> TornStates:
+    def of(cls, folder: Path) -> InterruptedUpdate:
         return cls(
-            f"{folder}: a step was interrupted while it replaced the only version of the states, which are torn (one "
-            "version is kept, and no gradients to redo the step from): continue from the last checkpoint"
+            f"{folder}: a step was interrupted while it replaced the only version of the states, which are incomplete "
+            "(one version is kept, and no gradients to redo the step from): continue from the last checkpoint"
         )
 
 
-class KeptAfterAll(TornStates):
+class CommittedAfterAll(InterruptedUpdate):
     """A step that could not be completed was."""
 
 
@@ -96,7 +96,7 @@ class StateStore:
         self._replacing = threading.Lock()
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
         self._facts: dict[str, Any] = {}  # of the last completed step
-        self._torn = self._is_missed = False
+        self._partial = self._is_missed = False
         self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
         self._snapshot: Snapshot | None = None
         self._parts_bytes = 0  # read for snapshots
@@ -266,7 +266,8 @@ class StateStore:
 
     def replace_within(self, room_bytes: int) -> None:
         """From here on there is room for so many bytes of second versions: a step that writes more is committed in
-        parts, and from the first of them to its `commit` the states are torn (`TornStates`). Before the next write."""
+        parts, and from the first of them to its `commit` the states are partial (`InterruptedUpdate`). Before the next
+        write."""
         self._room_bytes = room_bytes
 
     def _make_room(self, size: int) -> None:
@@ -277,9 +278,9 @@ class StateStore:
             each, written = self._replaced.popleft()
             written.wait()
             used -= each
-        if not self._torn:  # with the first part, since all of a commit lasts or none of it
-            self._write_meta({**self._facts, _TORN: True})
-            self._torn = True
+        if not self._partial:  # with the first part, since all of a commit lasts or none of it
+            self._write_meta({**self._facts, _PARTIAL: True})
+            self._partial = True
         self._tier.commit()
 
     def register(self, tensor: torch.Tensor) -> bool:
@@ -329,7 +330,7 @@ class StateStore:
             self._committing = None
             raise
         self._replaced.clear()
-        self._facts, self._torn = facts, False
+        self._facts, self._partial = facts, False
         self._committing = None
         if not self._is_missed and not holds_states(self.folder):
             self._is_missed = True
@@ -377,7 +378,7 @@ class StateStore:
         """No step is completed from here on, until the next `commit`."""
         self._tier.erase(_META)
         self._tier.commit()
-        self._torn = True
+        self._partial = True
 
     def erase(self, keys: Iterable[str]) -> None:
         """With the next commit; those that are not there are none."""
@@ -385,12 +386,12 @@ class StateStore:
             self._tier.erase(key)
 
     def completed(self) -> dict[str, Any] | None:
-        """The facts of the last completed step; None: nothing was ever committed. Raises TornStates."""
+        """The facts of the last completed step; None: nothing was ever committed. Raises InterruptedUpdate."""
         found = self._kept()
         if found is None:
             return None
-        if found.get(_TORN):
-            raise TornStates.of(self.folder)
+        if found.get(_PARTIAL):
+            raise InterruptedUpdate.of(self.folder)
         self._facts = found
         return found
 
@@ -413,21 +414,21 @@ class StateStore:
 
     def roll_back(self) -> None:
         """Forget what was not committed. Nothing may be in flight. A commit that was interrupted is the completed step
-        if the folder holds it. Raises TornStates where that is not the whole of a step, or where the drive has kept a
-        commit that it had said to have failed in."""
-        if self._torn and self._room_bytes is not None and self._committing is None:
-            raise TornStates.of(self.folder)
-        facts, torn, begun = self._facts, self._torn, self._committing
+        if the folder holds it. Raises InterruptedUpdate where that is not the whole of a step, or where the drive has
+        kept a commit that it had said to have failed in."""
+        if self._partial and self._room_bytes is not None and self._committing is None:
+            raise InterruptedUpdate.of(self.folder)
+        facts, partial, begun = self._facts, self._partial, self._committing
         self._reopen()
         self._replaced.clear()
         if begun is not None and self._kept() == begun:
-            self._facts, self._torn, self._committing = begun, False, None
+            self._facts, self._partial, self._committing = begun, False, None
             return
         self._committing = None
-        if torn and self._room_bytes is not None:
-            raise TornStates.of(self.folder)
-        if not torn and (self.completed() or {}) != facts:
-            raise KeptAfterAll(
+        if partial and self._room_bytes is not None:
+            raise InterruptedUpdate.of(self.folder)
+        if not partial and (self.completed() or {}) != facts:
+            raise CommittedAfterAll(
                 f"{self.folder}: the drive failed while a step was being completed, but the step was saved: close the "
                 "engine and resume, which continues from it"
             )
@@ -520,7 +521,7 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What was kept with the last completed step of whatever store is in the folder; empty where nothing was. A step
     that `resume` is going to complete counts as completed.
 
-    Raises ValueError where another process uses it, TornStates.
+    Raises ValueError where another process uses it, InterruptedUpdate.
     """
     folder = Path(folder)
     owner = owner_of(folder)

@@ -504,7 +504,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 says so, and so does every use until the session is closed and resumed. After KeyboardInterrupt the next
                 use completes it, such as a look at `session.steps`.
             ValueError: `session.note` is no JSON or too large; nothing has changed, and `step` can be called again.
-            TornStates: with `redo=False`, where what was written cannot be taken back.
+            InterruptedUpdate: with `redo=False`, where what was written cannot be taken back.
         """
         loss = None
         if closure is not None:

@@ -284,8 +284,8 @@ def _record_bytes(layout: Layout, options: EngineOptions, facts_bytes: int) -> I
             if unit.trained:
                 done += len(unit.key) + len('"", ')
                 yield done
-    elif options.tears:
-        yield record  # which says that they are torn
+    elif options.replaces_without_redo:
+        yield record  # which says that they are partial
     yield record
 
 

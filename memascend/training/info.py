@@ -25,7 +25,7 @@ def info(run: Path) -> dict[str, Any]:
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "eval"]
     found, refused = checkpoint.listed(folder.checkpoints)
-    kept, torn = _kept(folder)
+    kept, partial = _kept(folder)
     seconds = [row["seconds"] for row in steps if row["seconds"] is not None]
     planned = config.steps or (launch.planned_steps(config, prepared) if prepared else None)
     return {
@@ -46,7 +46,8 @@ def info(run: Path) -> dict[str, Any]:
         "evaluation": evaluations[-1]["loss"] if evaluations else None,
         "seconds": sum(seconds),
         "kept_step": kept,
-        "states_are_torn": torn,
+        "states_are_partial": partial,
+        "states_are_torn": partial,  # the name in version 1.0, until 2.0
         "checkpoints": [{"path": str(each.path), "step": each.step, "full": each.is_full} for each in found],
         "incomplete": refused,
         "bytes_on_disk": _bytes_below(folder.root),
@@ -55,12 +56,12 @@ def info(run: Path) -> dict[str, Any]:
 
 def _kept(folder: RunFolder) -> tuple[int | None, bool]:
     """The step of the states on the SSD, and whether they were left in the middle of one."""
-    from memascend.training.backends.protocol import KeptIsTorn
+    from memascend.training.backends.protocol import KeptStepIsPartial
 
     backend = kept_backend(folder)
     try:
         return (backend.kept_step() if backend is not None else None), False
-    except KeptIsTorn:
+    except KeptStepIsPartial:
         return None, True
 
 
@@ -101,8 +102,10 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"loss         {found['loss']:.4f}{held}")
     if found["kept_step"]:
         lines.append(f"states       of step {found['kept_step']}, on the SSD")
-    if found["states_are_torn"]:
-        lines.append("states       torn by an interrupted step; --resume continues from the last full checkpoint")
+    if found["states_are_partial"]:
+        lines.append(
+            "states       incomplete: a step was interrupted; --resume continues from the last full checkpoint"
+        )
     if found["lacks_evaluation"] and found["resumes_from"] == found["steps"]:
         lines.append("evaluation   of the last step is missing: --resume makes it")
     if not found["prepared"]:

@@ -35,7 +35,7 @@ from memascend.storage import leaving
 from memascend.storage.scratch import require_room
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
 from memascend.training import backends, checkpoint, random_state, report
-from memascend.training.backends.protocol import KeptIsTorn
+from memascend.training.backends.protocol import KeptStepIsPartial
 from memascend.training.background import BackgroundCheckpoint
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
@@ -208,7 +208,7 @@ class Worker:
     def _kept_step(self, source: checkpoint.Checkpoint | None) -> int | None:
         try:
             return self.backend.kept_step()
-        except KeptIsTorn as error:
+        except KeptStepIsPartial as error:
             where = f"from the last checkpoint, {source.path}" if source else "from the start: there is no checkpoint"
             if self.rank == 0:
                 print(f"resume  {where}: {error}", file=self.out, flush=True)

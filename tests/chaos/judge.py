@@ -28,7 +28,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _NAMED_TYPES = (
     "StorageError",
     "ActivationError",
-    "TornStates",
+    "InterruptedUpdate",
     "NotThisModel",
     "RuntimeError",
     "ValueError",

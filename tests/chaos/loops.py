@@ -29,7 +29,7 @@ from torch import nn
 from memascend.activation.offload import offload_activations
 from memascend.engine import state_store, swap
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import NotThisModel, TornStates
+from memascend.engine.state_store import InterruptedUpdate, NotThisModel
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
@@ -236,7 +236,7 @@ class EngineLoop(Loop):
         model, saved = made(self.training["shape"]), None
         try:
             session, optimizer = self._begin(model, session_folder, resume=state_store.holds_states(session_folder))
-        except (NotThisModel, TornStates) as error:  # both say what to do
+        except (NotThisModel, InterruptedUpdate) as error:  # both say what to do
             self.say("told", error=f"{type(error).__name__}: {error}")
             state_store.remove(session_folder)
             shutil.rmtree(session_folder, ignore_errors=True)

@@ -11,7 +11,7 @@ import torch
 from memascend.engine import runtime
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.state_store import KeptAfterAll
+from memascend.engine.state_store import CommittedAfterAll
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.engine_tiers import DirectTier
@@ -166,7 +166,7 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
         with pytest.raises(StorageError) as failed:
             step(ours, engine, data[1])
     assert "close the engine and resume, which continues from it" in failed.value.__notes__[0]
-    with pytest.raises(KeptAfterAll, match="close the engine and resume, which continues from it"):
+    with pytest.raises(CommittedAfterAll, match="close the engine and resume, which continues from it"):
         ours(data[1])
     engine.close()
     again = model(seed=4)

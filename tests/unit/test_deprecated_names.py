@@ -2,6 +2,7 @@
 
 import pytest
 
+import memascend
 from memascend.baselines.protocol import PlannedSystem
 from memascend.planner import Workload, model_spec
 
@@ -19,12 +20,16 @@ def test_a_workload_still_has_its_fates():
         assert work.fates == ("keep",)
 
 
-def test_the_module_of_torn_states_may_still_be_called_home():
+def test_torn_states_is_still_the_name_of_an_interrupted_update():
+    with pytest.warns(FutureWarning, match=r"memascend\.TornStates is now memascend\.InterruptedUpdate"):
+        assert memascend.TornStates is memascend.InterruptedUpdate
+    assert "TornStates" not in memascend.__all__
+
+
+def test_the_module_of_states_may_still_be_called_home():
     from memascend.engine import home, state_store
 
-    with pytest.warns(
-        FutureWarning, match=r"engine\.home\.TornStates is now memascend\.engine\.state_store\.TornStates"
-    ):
-        assert home.TornStates is state_store.TornStates
+    with pytest.warns(FutureWarning, match=r"engine\.home\.TornStates is now memascend\.engine\.state_store"):
+        assert home.TornStates is state_store.InterruptedUpdate
     with pytest.raises(AttributeError, match="no attribute 'StateHome': it is"):
         home.StateHome  # noqa: B018

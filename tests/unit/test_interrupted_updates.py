@@ -1,4 +1,4 @@
-"""One version of the states without a redo: no more bytes are written, and torn states are never gone on from."""
+"""One version of the states without a redo: no more bytes are written, and incomplete states are refused."""
 
 import hashlib
 import logging
@@ -8,7 +8,7 @@ import torch
 
 from memascend.engine import in_place_update, state_store
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import TornStates
+from memascend.engine.state_store import InterruptedUpdate
 from memascend.engine.streaming import streaming
 from tests.killed import Loop
 from tests.unit import test_in_place_update as with_redo
@@ -73,7 +73,7 @@ def test_the_room_for_fresh_copies_lasts_for_many_steps(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.1, "zero_missing": True}], ids=["plain", "clipped"])
-def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused(tmp_path, options, monkeypatch):
+def test_a_kill_leaves_the_last_step_or_the_next_or_incomplete_states_that_are_refused(tmp_path, options, monkeypatch):
     whole = model(torch.bfloat16)
     engine = begin(whole, tmp_path / "whole", **options)
     train(whole, engine, range(3))
@@ -90,9 +90,11 @@ def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused
     for kill in sorted((tmp_path / "kills").iterdir(), key=lambda path: int(path.name)):
         try:
             reached.append(state_store.kept_facts(kill)["step"])
-        except TornStates:
-            reached.append("torn")
-            with pytest.raises(TornStates, match=f"{kill}: .* which are torn .*: continue from the last checkpoint"):
+        except InterruptedUpdate:
+            reached.append("partial")
+            with pytest.raises(
+                InterruptedUpdate, match=f"{kill}: .* are incomplete .*: continue from the last checkpoint"
+            ):
                 resume(model(torch.bfloat16), kill, **options)
             continue
         if reached[-2:-1] != reached[-1:]:  # the first of its kind
@@ -101,8 +103,8 @@ def test_a_kill_leaves_the_last_step_or_the_next_or_torn_states_that_are_refused
             train(again, engine, range(facts["step"], 3))
             assert_same(contents(engine), expected)
             engine.close()
-    counts = [reached.count(each) for each in (1, "torn", 2)]
-    assert reached == [1] * counts[0] + ["torn"] * counts[1] + [2] * counts[2]
+    counts = [reached.count(each) for each in (1, "partial", 2)]
+    assert reached == [1] * counts[0] + ["partial"] * counts[1] + [2] * counts[2]
     assert min(counts) > 0
 
 
@@ -116,14 +118,14 @@ def test_a_step_that_is_given_up_before_anything_was_replaced_is_forgotten_and_o
     engine.give_up()
     ours(batch(1)).backward()
     engine.finish_step(keep=False)
-    with pytest.raises(TornStates):
+    with pytest.raises(InterruptedUpdate):
         engine.give_up()
-    with pytest.raises(TornStates, match="which are torn"):
+    with pytest.raises(InterruptedUpdate, match="which are incomplete"):
         ours(batch(1))
-    with pytest.raises(TornStates, match="which are torn"):
+    with pytest.raises(InterruptedUpdate, match="which are incomplete"):
         engine.keep({})
     engine.close()
-    with pytest.raises(TornStates):
+    with pytest.raises(InterruptedUpdate):
         resume(model(), tmp_path / "ours")
 
 
@@ -149,7 +151,7 @@ def test_an_infinite_gradient_that_comes_last_tears_the_states_unless_gradients_
         assert_same(contents(engine), before)
     else:
         ours(batch(1)).backward()
-        with pytest.raises(TornStates, match="a gradient was infinite or NaN"):
+        with pytest.raises(InterruptedUpdate, match="a gradient was infinite or NaN"):
             engine.finish_step()
     engine.close()
 
@@ -213,8 +215,8 @@ torch.set_num_threads(1)
 of, done = model(torch.bfloat16), 0
 try:
     kept, how = state_store.holds_states(folder) and state_store.kept_facts(folder).get("step"), "kept"
-except state_store.TornStates:
-    kept, how = None, "torn"
+except state_store.InterruptedUpdate:
+    kept, how = None, "partial"
 if kept:
     engine, facts = resume(of, folder)
     done = facts["step"]
@@ -246,6 +248,6 @@ def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights_from_
     expected = Loop(_LOOP, tmp_path / "whole", 100).digest()
     ours = Loop(_LOOP, tmp_path / "ours", 100)
     found = [(int(step), how) for step, how in ours.killed(15, 9)]
-    assert all(step % 10 == 0 for step, how in found if how == "torn")
-    assert {how for _, how in found} == {"torn", "kept"}
+    assert all(step % 10 == 0 for step, how in found if how == "partial")
+    assert {how for _, how in found} == {"partial", "kept"}
     assert ours.digest() == expected

@@ -166,7 +166,7 @@ def test_a_note_comes_back_equal(tmp_path):
 def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
     assert memascend.streaming is streaming
     assert memascend.EngineOptions is EngineOptions
-    assert {"EngineOptions", "NotStreamable", "StorageError", "TornStates", "streaming"} <= set(dir(memascend))
+    assert {"EngineOptions", "NotStreamable", "StorageError", "InterruptedUpdate", "streaming"} <= set(dir(memascend))
     assert all(getattr(memascend, name) for name in memascend.__all__)
     with pytest.raises(AttributeError, match="no attribute 'stream'"):
         getattr(memascend, "stream")  # noqa: B009

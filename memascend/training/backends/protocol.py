@@ -18,7 +18,7 @@ from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.training.config import TrainConfig
 
 
-class KeptIsTorn(ValueError):
+class KeptStepIsPartial(ValueError):
     """What a backend kept is the middle of a step: training goes on from a checkpoint."""
 
 
@@ -86,7 +86,7 @@ class Backend(Protocol):
 
     def kept_step(self) -> int | None:
         """The step after which it can go on by itself, from what it kept on a tier (`keep`); None: it cannot. Asked
-        before `build`. Raises KeptIsTorn."""
+        before `build`. Raises KeptStepIsPartial."""
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         """In place of `build` and `restore`: everything as it was kept, and the facts. `source` as for `build`, for the

@@ -32,7 +32,7 @@ from memascend.storage.tensor_file import Share, TensorFileReader, TensorLayout
 from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import random_state
 from memascend.training.backends.loss_scale import LossScale
-from memascend.training.backends.protocol import KeptIsTorn
+from memascend.training.backends.protocol import KeptStepIsPartial
 from memascend.training.config import TrainConfig
 
 log = logging.getLogger("memascend")
@@ -152,8 +152,10 @@ class StreamingBackend:
             return (
                 state_store.kept_facts(self._folder).get("step", 0) if state_store.holds_states(self._folder) else None
             )
-        except state_store.TornStates as error:
-            raise KeptIsTorn("the states on the tier were left in the middle of a step (state_versions)") from error
+        except state_store.InterruptedUpdate as error:
+            raise KeptStepIsPartial(
+                "the states on the tier were left in the middle of a step (state_versions)"
+            ) from error
 
     def go_on(self, source: Path | dict[str, Any]) -> dict[str, Any]:
         facts = self._resume(source, self._engine_options())
@@ -237,7 +239,8 @@ class StreamingBackend:
         with phase(self._recorder, "optimizer"):
             facts = self._facts_of_next(loss)
             norm = self.engine.finish_step(keep=False, facts=facts)
-            if self.engine.options.tears and norm is not None:  # or a kill while a checkpoint is saved finds them torn
+            # Or a kill while a checkpoint is saved finds the states incomplete.
+            if self.engine.options.replaces_without_redo and norm is not None:
                 self.engine.keep(facts)
         self._finished = True
         if self._scale is not None:
@@ -276,7 +279,7 @@ class StreamingBackend:
     def _versions(self) -> str:
         if self.engine.options.redoes:
             return "one version of the states, with saved gradients"
-        if self.engine.options.tears:
+        if self.engine.options.replaces_without_redo:
             return "one version of the states; after a kill in the middle of a step on from the last checkpoint"
         return "two versions of the states"
 
@@ -294,7 +297,7 @@ class StreamingBackend:
         if (speculation := self.engine.speculation).is_possible:
             done = {"speculated_steps": speculation.speculated, "done_again": speculation.done_again}
             facts["clipping"] = {"gradients": speculation.decision, **done}
-        facts["state_versions"]["after_a_kill"] = "checkpoint" if self.engine.options.tears else "step"
+        facts["state_versions"]["after_a_kill"] = "checkpoint" if self.engine.options.replaces_without_redo else "step"
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:
