@@ -21,7 +21,8 @@ import torch
 
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
-from memascend.engine.state_store import StateStore, StoreSpace, in_chunks
+from memascend.engine.state_files import StoreSpace, in_chunks
+from memascend.engine.state_store import StateStore
 from memascend.engine.updates import AdamSettings, Updates, gradient_key
 from memascend.storage.freed_space import free_bytes
 

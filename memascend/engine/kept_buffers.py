@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memascend.engine.state_store import StateStore, in_chunks
+from memascend.engine.state_files import in_chunks
+from memascend.engine.state_store import StateStore
 
 log = logging.getLogger("memascend")
 _ROOM_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors

@@ -12,7 +12,8 @@ from memascend.engine.in_place_update import store_space, versions_for
 from memascend.engine.layout import Layout
 from memascend.engine.mmap_tensors import collect_tensor_files
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import NotThisModel, StateStore, owner_of, stored_tensors
+from memascend.engine.state_files import owner_of
+from memascend.engine.state_store import NotThisModel, StateStore, stored_tensors
 from memascend.engine.traffic import auxiliary_file_bytes
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.scratch import collect_scratch_files

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine import state_store
+from memascend.engine import open_stores, state_store
 from memascend.engine.arguments import tensors_in
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
@@ -284,7 +284,7 @@ class StreamingEngine(HookedRuntime):
         options = options or EngineOptions()
         require_not_streamed(model)
         require_python_modules(model)
-        state_store.require_not_open_here(folder)
+        open_stores.require_not_open(folder)
         units = _kept_units(model, blocks, options, lambda layout: matches_layout(folder, owner, layout))
         store, options, kept = open_state_store(folder, owner, units.layout, options, config, faults)
         try:

@@ -10,45 +10,49 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import gc
 import json
 import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any
 
 import torch
 
-from memascend.engine.mmap_tensors import collect_tensor_files
+from memascend.engine import open_stores
 from memascend.engine.snapshot import Snapshot
+from memascend.engine.state_files import (
+    CHUNK_BYTES,
+    FILE,
+    META_BYTES,
+    StoreSpace,
+    allocate,
+    holds_states,
+    in_chunks,
+    owner_of,
+    remove,
+    take_space,
+    undo_creation,
+    with_control_folder,
+)
 from memascend.storage import interrupts
 from memascend.storage.completion import Completion
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.errors import StorageError
-from memascend.storage.freed_space import free_bytes, unlink
 from memascend.storage.native import _C
-from memascend.storage.shared_memory import control_file_bytes
 from memascend.storage.tier import Transferred
 
 log = logging.getLogger("memascend")
 
-_FILE, _META, _BUFFERS = "states", "completed step", "buffers"
+_META, _BUFFERS = "completed step", "buffers"
 _NOT_STATES = {_META, _BUFFERS}
 _PARTIAL = "torn"  # among the facts; the word that all versions write
-_ZEROS_BYTES = 8 << 20
-_CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
-_FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
-_LOG_BYTES_A_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
 _DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
-_DROPPED_S = 5.0  # a store that was dropped is let go of when its last update is done
-META_BYTES = 1 << 20  # room for the facts of a step
 
 
 class NotThisModel(ValueError):
@@ -78,14 +82,12 @@ class StateStore:
     engine has audited, is not summed up again in every step.
     """
 
-    _open_here: ClassVar[weakref.WeakSet[StateStore]] = weakref.WeakSet()
-
     def __init__(
         self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None, *, new: bool = False
     ) -> None:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
         self._compares = not new  # reads with their checksums
-        self._pid = os.getpid()
+        self.opened_by = os.getpid()
         self._made: list[Path] = []  # folders, by `create`
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
@@ -101,7 +103,7 @@ class StateStore:
         self._snapshot: Snapshot | None = None
         self._parts_bytes = 0  # read for snapshots
         self._parts = threading.Lock()  # held while a part is read for the snapshot, and while the tier is replaced
-        self._open_here.add(self)
+        open_stores.add(self)
 
     @classmethod
     def create(
@@ -122,8 +124,8 @@ class StateStore:
         for a folder that holds something.
         """
         folder = Path(folder)
-        if _is_open_here(folder):
-            raise ValueError(_in_use(folder))
+        if open_stores.is_open(folder):
+            raise ValueError(open_stores.in_use(folder))
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty: name another folder for the states, or remove it")
         made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -131,13 +133,13 @@ class StateStore:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder} cannot be created ({error.strerror}): name a folder on the SSD") from None
-        path = folder / _FILE
+        path = folder / FILE
         try:
-            _allocate(path, space.nbytes, space.versions, released)
-            _C.storage_format([str(path)], owner, [], _CHUNK_BYTES, space.log_bytes)
-            store = cls(folder, owner, _config(folder, config), faults, new=True)
+            allocate(path, space.nbytes, space.versions, released)
+            _C.storage_format([str(path)], owner, [], CHUNK_BYTES, space.log_bytes)
+            store = cls(folder, owner, with_control_folder(folder, config), faults, new=True)
         except BaseException:
-            _undo(folder, made)
+            undo_creation(folder, made)
             raise
         store._made = made
         return store
@@ -153,23 +155,23 @@ class StateStore:
     ) -> StateStore:
         """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
         folder = Path(folder)
-        require_not_open_here(folder)
+        open_stores.require_not_open(folder)
         found = owner_of(folder)
         if found != owner:
             what = "no states" if found is None else f"states of {found!r}"
             raise NotThisModel(f"{folder} holds {what}, but {owner!r} was requested: name another folder")
-        return cls(folder, owner, _config(folder, config), faults)
+        return cls(folder, owner, with_control_folder(folder, config), faults)
 
     def take_space(self) -> None:
         """Take the space of the whole file, as far as it is not taken yet: what is in it stays. Raises StorageError."""
-        path = self.folder / _FILE
+        path = self.folder / FILE
         with open(path, "r+b") as file:
-            _take_space(file, path, os.fstat(file.fileno()).st_size)
+            take_space(file, path, os.fstat(file.fileno()).st_size)
 
     def _open(self) -> DirectTier:
         chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
         config = dataclasses.replace(self._config, **chosen)
-        tier = DirectTier.on_devices([self.folder / _FILE], self._owner, config, self._faults)
+        tier = DirectTier.on_devices([self.folder / FILE], self._owner, config, self._faults)
         try:
             deadline = time.monotonic() + _DEAD_S
             while tier.engine.space().processes > 1:
@@ -441,7 +443,7 @@ class StateStore:
             self._snapshot.end()
         with self._no_part_is_read():
             self._tier.close()
-        self._open_here.discard(self)
+        open_stores.discard(self)
         self._registered.clear()
 
     def destroy(self) -> None:
@@ -452,7 +454,7 @@ class StateStore:
     def undo(self) -> None:
         """Close, and remove what `create` has made: a folder that was there stays."""
         self.close()
-        _undo(self.folder, self._made)
+        undo_creation(self.folder, self._made)
 
 
 def _as_json(facts: dict[str, Any]) -> bytes:
@@ -468,53 +470,13 @@ def _as_json(facts: dict[str, Any]) -> bytes:
     return raw
 
 
-def holds_states(folder: str | os.PathLike[str]) -> bool:
-    """Whether states were put into the folder."""
-    return (Path(folder) / _FILE).is_file()
-
-
-def require_not_open_here(folder: str | os.PathLike[str]) -> None:
-    """ValueError where this process has a store in the folder open; one that was dropped without `close` is none."""
-    deadline = time.monotonic() + _DROPPED_S
-    while _is_open_here(folder):
-        _let_go_of_failed_backward()
-        gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
-        if time.monotonic() > deadline:
-            raise ValueError(_in_use(folder))
-        time.sleep(0.05)
-
-
-def _in_use(folder: str | os.PathLike[str]) -> str:
-    return (
-        f"{folder} is in use by this process: close the other session first (its close()), or let go of it, its "
-        "optimizer and its model"
-    )
-
-
-def _let_go_of_failed_backward() -> None:
-    """Autograd holds what a failed backward pass has not come to, until the next pass of the thread begins."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), requires_grad=True).clone().backward()
-
-
-def _is_open_here(folder: str | os.PathLike[str]) -> bool:
-    where = Path(folder).resolve()
-    return any(store._pid == os.getpid() and where == store.folder.resolve() for store in list(StateStore._open_here))
-
-
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
     """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
-    store = StateStore(Path(folder), owner_of(folder), _config(Path(folder), None))
+    store = StateStore(Path(folder), owner_of(folder), with_control_folder(Path(folder), None))
     try:
         return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _NOT_STATES}
     finally:
         store.close()
-
-
-def owner_of(folder: str | os.PathLike[str]) -> str | None:
-    """What the states in the folder are of; None: there are none."""
-    block = _C.storage_superblock(str(Path(folder) / _FILE))
-    return None if block is None else block["owner"]
 
 
 def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -527,100 +489,10 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     owner = owner_of(folder)
     if owner is None:
         return {}
-    require_not_open_here(folder)
-    store = StateStore(folder, owner, _config(folder, None))
+    open_stores.require_not_open(folder)
+    store = StateStore(folder, owner, with_control_folder(folder, None))
     try:
         kept = store.completed() or {}
         return kept.get("redo", kept).get("facts", {})
     finally:
         store.close()
-
-
-def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None:
-    """Remove a store's files, and the folder where nothing else is in it."""
-    folder = Path(folder)
-    unlink(folder / _FILE)
-    for path in folder.glob("memascend-*"):
-        path.unlink(missing_ok=True)
-    collect_tensor_files(folder)
-    if not keep_folder:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-def _undo(folder: Path, made: Sequence[Path]) -> None:
-    remove(folder, keep_folder=True)
-    with contextlib.suppress(OSError):  # somebody else has put something there
-        for each in made:
-            each.rmdir()
-
-
-def _config(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:
-    """The store's shared memory lies beside its file, and goes with it."""
-    return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreSpace:
-    """What a store's file has space for: tensors of `sizes` bytes in so many `versions`, tensors of `single` bytes in
-    one, and `slack` bytes more."""
-
-    sizes: Sequence[int]
-    versions: int = 2
-    single: Sequence[int] = ()
-    slack: int = 0
-
-    @property
-    def log_bytes(self) -> int:
-        """Of each half of the store's log."""
-        return in_chunks(max(1 << 20, _LOG_BYTES_A_KEY * (len(self.sizes) + len(self.single) + 1)))
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-        versioned, single = (sum(map(in_chunks, sizes)) for sizes in (self.sizes, self.single))
-        fixed = _FIXED_BYTES + 2 * self.log_bytes + 2 * META_BYTES
-        return fixed + self.versions * versioned + single + self.slack
-
-
-def control_bytes(size: int) -> int:
-    """Of the control file beside a store's file of `size` bytes, while it is open."""
-    return control_file_bytes(size, _CHUNK_BYTES)
-
-
-def in_chunks(size: int) -> int:
-    """What a tensor of `size` bytes takes."""
-    return -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
-
-
-def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
-    zeros = bytes(_ZEROS_BYTES)
-    try:
-        for begin in range(0, size, len(zeros)):
-            file.write(zeros[: size - begin])
-        file.flush()
-    except OSError as error:
-        raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
-
-
-def _allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
-    free = free_bytes(path.parent, size - released) + released
-    if size > free:
-        what = "two versions of all states" if versions == 2 else "one version of all states and its auxiliary data"
-        raise StorageError("allocation", str(path), 0, size, free, errno.ENOSPC, f"{what} do not fit")
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:  # all weights and moments: nobody else's to read
-        if released:
-            os.ftruncate(file.fileno(), size)
-        else:
-            _take_space(file, path, size)
-
-
-def _take_space(file: BinaryIO, path: Path, size: int) -> None:
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
-        if os.fstat(file.fileno()).st_size < size:
-            _fill_with_zeros(file, path, size)  # a file system that takes no space beforehand

@@ -22,7 +22,7 @@ from memascend.engine.in_place_update import bytes_of
 from memascend.engine.layout import Kind, Layout, Piece, Unit, padded
 from memascend.engine.matrices import SLICES_AHEAD
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import control_bytes
+from memascend.engine.state_files import control_bytes
 from memascend.engine.weights import WeightStream
 from memascend.memory.pinned import CountingAllocator
 from memascend.memory.pools import AdaptiveBufferPool

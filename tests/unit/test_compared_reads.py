@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from memascend.engine.state_store import StateStore, StoreSpace
+from memascend.engine.state_files import StoreSpace
+from memascend.engine.state_store import StateStore
 from memascend.storage.errors import StorageError
 from tests.unit.test_in_place_update import begin, contents, model, resume, train
 

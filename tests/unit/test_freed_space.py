@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memascend.engine.state_store import StateStore, StoreSpace
+from memascend.engine.state_files import StoreSpace
+from memascend.engine.state_store import StateStore
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage import freed_space
 from memascend.storage.errors import StorageError

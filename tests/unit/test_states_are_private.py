@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from memascend import _C
-from memascend.engine import state_store
+from memascend.engine import state_files, state_store
 from memascend.engine.streaming import streaming
 from memascend.integrations.deepspeed import swapped_states
 from memascend.memory.ledger import Ledger
@@ -133,14 +133,14 @@ def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypat
     if was_there:
         folder.mkdir()
     monkeypatch.setattr(os, "posix_fallocate", refused)
-    store = state_store.StateStore.create(folder, "t", state_store.StoreSpace([1 << 20]))
+    store = state_store.StateStore.create(folder, "t", state_files.StoreSpace([1 << 20]))
     path = next(folder.glob("states*"))
     assert path.stat().st_blocks * 512 >= path.stat().st_size  # all space is taken, also where it has to be written
     store.close()
     state_store.remove(folder, keep_folder=was_there)
-    monkeypatch.setattr(state_store, "_fill_with_zeros", full)
+    monkeypatch.setattr(state_files, "_fill_with_zeros", full)
     with pytest.raises(StorageError, match="no space left"):
-        state_store.StateStore.create(folder, "t", state_store.StoreSpace([1 << 20]))
+        state_store.StateStore.create(folder, "t", state_files.StoreSpace([1 << 20]))
     assert folder.exists() == was_there
 
 

@@ -13,7 +13,8 @@ import torch
 from memascend import offload_activations
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import NotThisModel, StateStore, StoreSpace
+from memascend.engine.state_files import StoreSpace
+from memascend.engine.state_store import NotThisModel, StateStore
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
