@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.layout import Layout, Unit, padded
 from memascend.engine.protocols import Completion, Storage
 from memascend.engine.state_files import StoreSpace, in_chunks
 from memascend.engine.state_store import StateStore
-from memascend.engine.updates import AdamSettings, Updates, gradient_key
+from memascend.engine.updates import Updates, gradient_key
 from memascend.storage.freed_space import free_bytes
 
 _GIB = 1 << 30

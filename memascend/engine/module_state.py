@@ -4,16 +4,10 @@ of random numbers that are not torch's own (Python's, NumPy's, any in an attribu
 from __future__ import annotations
 
 import array
-import ctypes
-import enum
 import functools
-import io
 import operator
-import pickle
-import random
-import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, compress, islice
@@ -22,6 +16,9 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+
+from memascend.engine.attribute_kinds import KINDS, ValueKind, has_dict, slots_of, that_matter
+from memascend.engine.random_generators import NumpyGenerator, PythonGenerator, RandomGenerator, generator_of
 
 _ABSENT = object()
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: parameters, hooks, ...
@@ -68,9 +65,9 @@ class ModuleState:
         # (array, its bytes, or None and their hash)
         self._arrays: list[tuple[Any, bytes | None, int]] = [(each, _bytes(each), 0) for each in found.arrays]
         self._containers, self.iterators = found.containers, found.iterators
-        self._generators: list[_Generator] = []
+        self._generators: list[RandomGenerator] = []
         if generators:
-            self._generators = [_PythonGenerator(), _NumpyGenerator(), *map(_generator, found.generators)]
+            self._generators = [PythonGenerator(), NumpyGenerator(), *map(generator_of, found.generators)]
 
     @property
     def referred_to(self) -> list[Any]:
@@ -200,11 +197,11 @@ class _Found:
 
     def add(self, values: Iterable[Any]) -> None:
         """`values` of modules' attributes, and what these refer to in their turn."""
-        waiting = _that_matter(values)
+        waiting = that_matter(values)
         for _ in range(_DEEP):
             if not waiting:
                 return
-            waiting = _that_matter(self._of(self._objects_in(waiting)))
+            waiting = that_matter(self._of(self._objects_in(waiting)))
 
     def _objects_in(self, waiting: list[Any]) -> list[Any]:
         """Everything but objects is looked at; those are returned."""
@@ -214,26 +211,26 @@ class _Found:
             if id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            kind = _KINDS[type(value)]
-            if kind is _Kind.PLAIN or kind is _Kind.INERT:
+            kind = KINDS[type(value)]
+            if kind is ValueKind.PLAIN or kind is ValueKind.INERT:
                 objects.append(value)
-            elif kind is _Kind.CONTAINER:
+            elif kind is ValueKind.CONTAINER:
                 self.containers.append((value, _items(value)))
-                waiting += _that_matter(value.values() if isinstance(value, dict) else value)
-            elif kind is _Kind.TUPLE:
-                waiting += _that_matter(value)
-            elif kind is _Kind.TENSOR:
+                waiting += that_matter(value.values() if isinstance(value, dict) else value)
+            elif kind is ValueKind.TUPLE:
+                waiting += that_matter(value)
+            elif kind is ValueKind.TENSOR:
                 if value.layout == torch.strided and not isinstance(value, nn.Parameter):
                     self.tensors[id(value)] = value
-            elif kind is _Kind.GENERATOR:
+            elif kind is ValueKind.GENERATOR:
                 self.generators.append(value)
-            elif kind is _Kind.ITERATOR:
+            elif kind is ValueKind.ITERATOR:
                 self.iterators.append(value)
             elif not isinstance(value, numpy.ndarray):
                 self.arrays.append(value)
             elif value.dtype == object and value.flags.writeable:
                 self.containers.append((value, _items(value)))
-                waiting += _that_matter(value.flat)
+                waiting += that_matter(value.flat)
             elif value.flags.writeable and not value.dtype.hasobject:
                 self.arrays.append(value)
         return objects
@@ -244,204 +241,17 @@ class _Found:
         values: list[Any] = []
         for each in objects:
             of = type(each)
-            if _has_dict(of):
+            if has_dict(of):
                 attributes = object.__getattribute__(each, "__dict__")
                 if isinstance(attributes, dict):
                     self.attributes.append(attributes)
-                    if _KINDS[of] is _Kind.PLAIN:
+                    if KINDS[of] is ValueKind.PLAIN:
                         values += attributes.values()
-            if _KINDS[of] is _Kind.PLAIN:
-                slots = [(each, slot, _in_slot(each, slot)) for slot in _slots(of)]
+            if KINDS[of] is ValueKind.PLAIN:
+                slots = [(each, slot, _in_slot(each, slot)) for slot in slots_of(of)]
                 self.slots += slots
                 values += [value for _, _, value in slots]
         return values
-
-
-class _Generator:
-    """Of random numbers, and its state at one moment."""
-
-    def __init__(self) -> None:
-        self._then = self.state()
-
-    def state(self) -> Any:
-        raise NotImplementedError
-
-    def set_state(self, state: Any) -> None:
-        raise NotImplementedError
-
-    def has_drawn(self) -> bool:
-        return self.state() != self._then
-
-    def restore(self) -> None:
-        if self.has_drawn():
-            self.set_state(self._then)
-
-
-class _PythonGenerator(_Generator):
-    def state(self) -> Any:
-        return random.getstate()
-
-    def set_state(self, state: Any) -> None:
-        random.setstate(state)
-
-
-class _NumpyGenerator(_Generator):
-    # The last state, and what the generator's memory held with it: NumPy takes 40 us to tell its state, 60 times as
-    # long as its memory takes to read. That has all of the state but one normal number that waits, if it does. (So a
-    # loop that puts back a state with such a number, which differs from the known one in this alone, is not noticed.)
-    _known: tuple[bytes, Any] = b"", None
-
-    def state(self) -> Any:
-        memory = _memory_of_numpy_generator()
-        known, state = _NumpyGenerator._known
-        if known and memory == known:
-            return state
-        name, key, position, *normal = numpy.random.get_state()
-        state = name, key.tobytes(), position, *normal
-        holds_all = memory == state[1] + position.to_bytes(4, sys.byteorder) and not normal[0]
-        _NumpyGenerator._known = (memory, state) if holds_all else (b"", None)
-        return state
-
-    def set_state(self, state: Any) -> None:
-        name, key, *rest = state
-        _NumpyGenerator._known = b"", None
-        numpy.random.set_state((name, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
-
-
-def _memory_of_numpy_generator() -> bytes:
-    """Its 624 words and its position; nothing where it is not the usual one."""
-    generator = numpy.random.get_bit_generator()
-    if type(generator) is not numpy.random.MT19937:
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
-
-
-class _TorchGenerator(_Generator):
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        super().__init__()
-
-    def state(self) -> Any:
-        return self._generator.get_state().numpy().tobytes()
-
-    def set_state(self, state: Any) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-class _GeneratorInAttribute(_Generator):
-    """`random.Random`, NumPy's `Generator` or `RandomState`."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        super().__init__()
-
-    def state(self) -> Any:
-        if isinstance(self._generator, random.Random):
-            return self._generator.getstate()
-        numbers = self._generator
-        return pickle.dumps(
-            numbers.get_state(legacy=False)
-            if isinstance(numbers, numpy.random.RandomState)
-            else numbers.bit_generator.state
-        )
-
-    def set_state(self, state: Any) -> None:
-        if isinstance(self._generator, random.Random):
-            self._generator.setstate(state)
-        elif isinstance(self._generator, numpy.random.RandomState):
-            self._generator.set_state(pickle.loads(state))
-        else:
-            self._generator.bit_generator.state = pickle.loads(state)
-
-
-def _generator(of: Any) -> _Generator:
-    return _TorchGenerator(of) if isinstance(of, torch.Generator) else _GeneratorInAttribute(of)
-
-
-class _Kind(enum.Enum):
-    """What becomes of a value in an attribute or a container."""
-
-    NOTHING = enum.auto()  # it is known by its reference
-    TENSOR = enum.auto()
-    ARRAY = enum.auto()
-    GENERATOR = enum.auto()
-    ITERATOR = enum.auto()
-    CONTAINER = enum.auto()
-    TUPLE = enum.auto()
-    PLAIN = enum.auto()  # an object that holds values, such as a namespace
-    INERT = enum.auto()  # an object that is known by its own attributes alone
-
-
-_CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
-_ARRAYS = (numpy.ndarray, bytearray, array.array)
-_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
-# Of the standard library: classes that hold what others put in, and bases of such classes.
-_OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typing", "dataclasses"})
-
-
-def _kind(of: type) -> _Kind:
-    if issubclass(of, torch.Tensor):
-        return _Kind.TENSOR
-    if issubclass(of, _GENERATORS) and not issubclass(of, random.SystemRandom):  # which has no state
-        return _Kind.GENERATOR
-    if hasattr(of, "__next__") and not issubclass(of, io.IOBase):
-        return _Kind.ITERATOR
-    if of in _CONTAINERS:
-        return _Kind.CONTAINER
-    if of in _ARRAYS:
-        return _Kind.ARRAY
-    if of is tuple:
-        return _Kind.TUPLE
-    if issubclass(of, types.ModuleType) or any("__call__" in vars(each) for each in of.__mro__):
-        return _Kind.NOTHING
-    if any(map(_is_inert, of.__mro__)):
-        return _Kind.INERT if _has_dict(of) else _Kind.NOTHING
-    return _Kind.PLAIN if _has_dict(of) or _slots(of) else _Kind.NOTHING
-
-
-def _is_inert(of: type) -> bool:
-    """Threads, files, loggers, optimizers: what they refer to is their own business, and may be other threads'.
-    Configurations of transformers: each block has one, and it takes long to look into."""
-    module = str(of.__module__)
-    package = module.partition(".")[0]
-    if package == "transformers":
-        return "configuration" in module
-    return package in ("torch", "memascend") or (package in sys.stdlib_module_names and package not in _OPEN)
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_dict(of: type) -> bool:
-    found = [vars(each)["__dict__"] for each in of.__mro__ if "__dict__" in vars(each)]
-    known = types.GetSetDescriptorType | types.MemberDescriptorType  # and no property of a class
-    return bool(found) and all(isinstance(each, known) for each in found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots(of: type) -> tuple[types.MemberDescriptorType, ...]:
-    bases = [vars(each) for each in of.__mro__ if "__slots__" in vars(each)]
-    return tuple(each for base in bases for each in base.values() if isinstance(each, types.MemberDescriptorType))
-
-
-class _OfTypes(dict[type, Any]):
-    """Answers of a function, by type: a look-up is one in a dict."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def __missing__(self, of: type) -> Any:
-        if len(self) >= 4096:
-            self.clear()
-        self[of] = answer = self._answer(of)
-        return answer
-
-
-_KINDS = _OfTypes(_kind)
-_MATTERS = _OfTypes(lambda of: _KINDS[of] is not _Kind.NOTHING)
-
-
-def _that_matter(values: Iterable[Any]) -> list[Any]:
-    values = list(values)
-    return list(compress(values, map(_MATTERS.__getitem__, map(type, values))))
 
 
 def _items(container: Any) -> Any:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from memascend.engine import open_stores, state_store
+from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.arguments import tensors_in
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffers import EngineBuffers
@@ -59,7 +60,7 @@ from memascend.engine.speculation import Beginning, Speculation
 from memascend.engine.state_store import StateStore
 from memascend.engine.swap import Decision, Swapping, link_rate
 from memascend.engine.traffic import matrix_uses
-from memascend.engine.updates import AdamSettings, Updates
+from memascend.engine.updates import Updates
 from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, SummedGradients, cannot_be_carried_over
 from memascend.engine.weights import WeightStream
 from memascend.memory.heap import HeapTrimmer

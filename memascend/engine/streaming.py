@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from memascend.engine import loaded_states, state_store
+from memascend.engine.adam_settings import REFUSED, AdamSettings
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import no_scaler
 from memascend.engine.layout import numel_of_state
@@ -37,7 +38,6 @@ from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saved import begin_save, put_back, saved_facts
 from memascend.engine.saving import BackgroundSave
-from memascend.engine.updates import REFUSED, AdamSettings
 from memascend.memory.pinned import Allocator
 from memascend.storage.interrupts import uninterrupted
 

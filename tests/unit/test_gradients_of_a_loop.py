@@ -13,10 +13,10 @@ from torch.nn.utils import (  # bound before any model is streamed, as most scri
 )
 
 from memascend import EngineOptions, streaming
+from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.blocks import NotStreamable
 from memascend.engine.gradient_views import stored_gradient
 from memascend.engine.in_place_update import Redo
-from memascend.engine.updates import AdamSettings
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model
 from tests.unit.test_streaming_loop import assert_equal, begin
