@@ -24,14 +24,15 @@ Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other
   `gradient_views` and `model_guards` are what the loop meets in `parameter.grad` and in the model's own methods.
 - `protocols`: what the stream asks of a storage (`Storage`, `Completion`), of a device (`Event`) and of a runtime that
   keeps the account of uses itself (`Owner`, as DeepSpeed does).
-- `weights`: `WeightStream`, leases on pool slots by key, the read-ahead queue, eviction, release, statistics.
+- `weights`: `WeightStream`; `buffer_table`: leases on pool slots by key, the read-ahead queue, eviction, statistics.
 
 Users: LoHan (`baselines/lohan`) by `memascend.training.backends.streaming`. Of the stream alone: the parameter swapper
 of `memascend.integrations.deepspeed`; tests/unit/test_streamed_blocks.py trains a plain module whose blocks pass
 through two slots.
 """
 
+from .buffer_table import StreamOptions, StreamStatistics
 from .protocols import Completion, Event, Owner, Storage, Use
-from .weights import StreamStatistics, WeightStream
+from .weights import WeightStream
 
-__all__ = ["Completion", "Event", "Owner", "Storage", "StreamStatistics", "Use", "WeightStream"]
+__all__ = ["Completion", "Event", "Owner", "Storage", "StreamOptions", "StreamStatistics", "Use", "WeightStream"]

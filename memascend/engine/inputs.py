@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memascend.engine.blocks import NotStreamable
+from memascend.engine.buffer_table import StreamOptions
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.device import Copies
 from memascend.engine.layout import padded
@@ -98,7 +99,7 @@ class KeptInputs:
         if self._stream is None or pool.dtype != tensor.dtype or pool.largest_numel < largest:
             self.give_back()
             pool = self._buffers.need_checkpoints(largest, tensor.dtype)
-            self._stream = WeightStream(self._tier(), pool=pool, wait_s=self._wait_s)
+            self._stream = WeightStream(self._tier(), pool=pool, options=StreamOptions(wait_s=self._wait_s))
         return self._stream
 
     @whole

@@ -29,6 +29,7 @@ from memascend.engine import open_stores, state_store
 from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.arguments import tensors_in
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
+from memascend.engine.buffer_table import StreamOptions
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.contents import StatesOf, TierContents
 from memascend.engine.device import Copies, DeviceWeights, GradientCopies, device_of, synchronize
@@ -113,11 +114,12 @@ class StreamingEngine(HookedRuntime):
             on_device, inputs = DeviceWeights(self.layout, Copies(device)), Copies(device)
             gradients = GradientCopies(self.buffers.need_arrivals(), Copies(device))
         parts = FrozenApart(store, self.layout)
-        self._stream = WeightStream(parts, pool=self.buffers.weights, wait_s=WAIT_S, before_write=store.make_way)
+        waits = StreamOptions(wait_s=WAIT_S, before_write=store.make_way)
+        self._stream = WeightStream(parts, pool=self.buffers.weights, options=waits)
         self._states: WeightStream | None = None
         if self.buffers.states is not None:
             pool = self.buffers.states
-            self._states = WeightStream(store, pool=pool, wait_s=WAIT_S, before_write=store.make_way)
+            self._states = WeightStream(store, pool=pool, options=waits)
         for unit in self.layout.units:
             self._stream.register(unit.key, self.layout.unit_numel(unit))
             for piece in unit.pieces:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Sequence
 
+from memascend.engine.buffer_table import StreamOptions
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.in_place_update import GradientsInStore
 from memascend.engine.layout import Layout
@@ -51,7 +52,7 @@ class AuxiliaryTiers:
         with self._making:
             if self.gradients is None:
                 pool = self._buffers.need_gradients()
-                stream = WeightStream(self._gradient_storage(), pool=pool, wait_s=WAIT_S)
+                stream = WeightStream(self._gradient_storage(), pool=pool, options=StreamOptions(wait_s=WAIT_S))
                 for piece in self._layout.pieces:
                     for key in (gradient_key(piece), partial_key(piece)):
                         stream.register(key, gradient_numel(piece, self._buffers.gradient_dtype))

@@ -273,7 +273,7 @@ def test_a_larger_class_is_named_once_with_the_shape_and_what_it_wastes(swapper,
 def test_only_rank_0_logs(swapper, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     swapper._start_stream()
-    swapper.stream._warn("memascend: a line")
+    swapper.stream._options.warn("memascend: a line")
     assert caplog.records == []
 
 

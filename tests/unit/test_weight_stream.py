@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from memascend.engine import StreamStatistics, Use, WeightStream
+from memascend.engine import StreamOptions, StreamStatistics, Use, WeightStream
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.pools import AdaptiveBufferPool, OnDemandBuffers, PoolClass, PoolTimeoutError
@@ -90,7 +90,8 @@ def pool_of(*classes):
 def stream_of(storage, slots=2, sizes=None, **options):
     options.setdefault("wait_s", 0.0)
     options.setdefault("pool", pool_of((NUMEL, slots)))
-    stream = WeightStream(storage, **options)
+    buffers = {name: options.pop(name) for name in ("pool", "staging", "extra") if name in options}
+    stream = WeightStream(storage, **buffers, options=StreamOptions(**options))
     for key, numel in (sizes or dict.fromkeys(storage.kept, NUMEL)).items():
         stream.register(key, numel)
     return stream

@@ -23,7 +23,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
     PartitionedParamStatus,
 )
 
-from memascend.engine import Use, WeightStream
+from memascend.engine import StreamOptions, Use, WeightStream
 from memascend.integrations.conventions import is_logging_rank
 from memascend.memory.pools import (
     DEFAULT_ALIGNMENT_BYTES,
@@ -104,10 +104,12 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self._storage,
             staging=OnDemandBuffers(self.dtype, self._allocator, name="staging buffer", keep=True),
             extra=OnDemandBuffers(self.dtype, self._allocator, name="beside the pool"),
-            owner=self,
-            slot_multiple=self.numel_alignment,
-            describe=lambda key: f"parameter {key} of shape {self._shapes.get(key)}",
-            warn=log.warning if is_logging_rank() else lambda line: None,
+            options=StreamOptions(
+                owner=self,
+                slot_multiple=self.numel_alignment,
+                describe=lambda key: f"parameter {key} of shape {self._shapes.get(key)}",
+                warn=log.warning if is_logging_rank() else lambda line: None,
+            ),
         )
 
     @property

@@ -1,0 +1,352 @@
+"""The account of a stream's host buffers: which tensor has which, what is read ahead, whose buffer may be taken.
+
+Why it is apart from the stream: everything here is done with the stream's lock held and never waits, so each method may
+rely on what the one before it saw. What waits for a transfer or a device is the stream's, without the lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from threading import Condition, RLock
+
+from memascend.engine.protocols import Completion, Event, Owner, Storage, Use
+from memascend.memory.pools import BufferPool, Lease, OnDemandBuffers
+from memascend.storage.interrupts import whole
+
+READ, READ_AHEAD, WRITE = 2, 1, 0  # priorities: somebody waits; somebody will; the buffer alone waits
+
+
+@dataclass
+class StreamStatistics:
+    """Counts since the stream was made, and the pool's fallbacks.
+
+    `hits`: fetches that found the tensor in memory or on its way; `misses`: those that had to start its read.
+    `denied`: read-ahead for which there was no room; `evicted`: tensors that were read ahead and lost their buffer
+    unused; `taken`: buffers taken from tensors that the device has a copy of; `extra_buffers`: buffers made because no
+    slot could be had; `fallbacks`: slots of a larger class, `fallback_wasted_bytes` the largest waste of one of them.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read_ahead: int = 0
+    denied: int = 0
+    evicted: int = 0
+    taken: int = 0
+    extra_buffers: int = 0
+    failed_reads: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    fallbacks: int = 0
+    fallback_wasted_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class StreamEntry:
+    """A tensor with a buffer. It is its own key in the pool: a key may be read anew while its last buffer retires."""
+
+    key: Hashable
+    numel: int
+    lease: Lease | None = None
+    source: BufferPool | OnDemandBuffers | None = None
+    filled: bool = False  # the contents are there
+    read: Completion | None = None
+    writes: list[Completion] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # copies to the device
+    users: int = 0
+    spent: bool = False  # copied, and wanted by nobody since
+    visits: int = 0  # uses that the read-ahead queue foresees, the present one included
+
+    def __repr__(self) -> str:
+        return repr(self.key)
+
+    def is_quiet(self) -> bool:
+        """Whether nothing reads or writes the buffer: neither the storage nor the device."""
+        if self.read is not None and not self.read.done():
+            return False
+        return all(write.done() for write in self.writes) and all(event.query() for event in self.events)
+
+
+def _warn(line: str) -> None:
+    logging.getLogger("memascend").warning(line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """How a `WeightStream` works.
+
+    `owner`: keeps the account of uses; fetches and copies are then no uses, and `drop` stands for `release`.
+    `slot_multiple`: elements that transfers are a multiple of. `read_ahead_bytes`: at most this much is in memory
+    unused, by default whatever the pool holds. `wait_s`: how long a fetch waits for a slot. `describe` says what a key
+    stands for in the lines that `warn` takes, for a person to read (by default the log `memascend`). `before_write` may
+    wait until a tensor may be overwritten; it is called without the stream's lock.
+    """
+
+    owner: Owner | None = None
+    slot_multiple: int = 1
+    read_ahead_bytes: int | None = None
+    wait_s: float = 60.0
+    describe: Callable[[Hashable], str] = repr
+    warn: Callable[[str], None] = _warn
+    before_write: Callable[[Hashable], None] | None = None
+
+
+class BufferTable:
+    """Of one stream. All methods are called with `lock` held, but for `end_write` and `transfer_ended`, which take it.
+
+    Buffers come from `pool`, from `staging` while there is no pool, and from `extra` where no slot can be had.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        pool: BufferPool | None,
+        staging: OnDemandBuffers | None,
+        extra: OnDemandBuffers | None,
+        options: StreamOptions,
+    ) -> None:
+        self.storage, self.pool, self.staging, self.extra = storage, pool, staging, extra
+        self._options, self._owner = options, options.owner
+        self.numels: dict[Hashable, int] = {}
+        self.entries: dict[Hashable, StreamEntry] = {}  # in the order in which they got their buffers
+        self.retiring: list[StreamEntry] = []  # dropped, but a transfer or a copy still works on the buffer
+        self.queue: deque[Hashable] = deque()  # visits to come
+        self.failed_writes: dict[Hashable, BaseException] = {}
+        self.counts = StreamStatistics()
+        self.seeking = 0  # fetches that look for a buffer
+        self.lock = RLock()
+        self.buffer_free = Condition(self.lock)  # or could be made free
+        self._warned_sizes: set[int] = set()
+        self._pumping = False
+
+    def use(self, entry: StreamEntry) -> Use:
+        if self._owner is not None:
+            return self._owner.use_of(entry.key)
+        if entry.users:
+            return Use.NEEDED
+        return Use.COPIED if entry.spent else Use.IDLE
+
+    def require_used(self, key: Hashable, verb: str) -> StreamEntry:
+        entry = self.entries.get(key)
+        if entry is None or (self._owner is None and not entry.users):
+            raise ValueError(f"stream of weights: {key!r} is {verb}, but is not in use: do it once per fetch")
+        return entry
+
+    def finish_visit(self, entry: StreamEntry, *, spent: bool) -> None:
+        entry.users -= 1
+        if entry.users > 0:
+            return
+        entry.visits = max(0, entry.visits - 1)
+        entry.spent = spent and not entry.visits
+        if not entry.visits and not spent:
+            self.retire(entry)
+        elif self.seeking:
+            self.buffer_free.notify_all()
+
+    def end_use(self, entry: StreamEntry) -> None:
+        entry.users -= 1
+        if entry.users == 0 and self._owner is None and self.entries.get(entry.key) is entry and not entry.visits:
+            self.retire(entry)
+
+    def join(self, key: Hashable) -> StreamEntry | None:
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.users += 1
+            entry.spent = False
+            self.counts.hits += 1
+        return entry
+
+    def admit(self, entry: StreamEntry | None, reading: bool) -> StreamEntry | None:
+        """A fetched tensor that had no buffer has one now (None: it has none yet)."""
+        if entry is None:
+            return None
+        entry.users = 1
+        if entry.key in self.queue:
+            self.queue.remove(entry.key)  # this is the visit that it foresaw
+            entry.visits = 1
+        self.entries[entry.key] = entry
+        if reading:
+            self.counts.misses += 1
+            if not self._has_writes(entry.key):
+                self.start_read(entry, READ)
+        else:
+            entry.filled = True
+        return entry
+
+    def start_read(self, entry: StreamEntry, priority: int) -> None:
+        slot = entry.lease.slot_tensor
+        try:
+            entry.read = self.storage.read(entry.key, slot, priority=priority)
+        except BaseException:
+            if self.entries.get(entry.key) is entry:
+                self.retire(entry)
+            raise
+        self.counts.bytes_read += slot.nbytes
+        entry.read.add_done_callback(self.transfer_ended)
+
+    def _has_writes(self, key: Hashable) -> bool:
+        there = self.entries.get(key)
+        leaving = any(entry.key == key and entry.writes for entry in self.retiring)
+        return leaving or key in self.failed_writes or (there is not None and bool(there.writes))
+
+    def start_ahead(self, key: Hashable) -> StreamEntry | None:
+        """Read a tensor that has no buffer, if there is room without taking anything that is wanted."""
+        if self.seeking or self._has_writes(key):  # what comes free belongs to the fetch that waits
+            return None
+        wanted = self.slot_numel(self.numels[key])
+        if self._options.read_ahead_bytes is not None:
+            idle = [entry.lease.slot_tensor for entry in self.entries.values() if self.use(entry) is Use.IDLE]
+            dtype = (self.pool or self.staging).dtype
+            if sum(slot.nbytes for slot in idle) + wanted * dtype.itemsize > self._options.read_ahead_bytes:
+                return None
+        entry = self.lease(key)
+        if entry is None:
+            self._take_a_copied_one(self.numels[key])
+            entry = self.lease(key)
+        if entry is not None:
+            self.entries[key] = entry
+            self.counts.read_ahead += 1
+            self.start_read(entry, READ_AHEAD)
+        return entry
+
+    @whole
+    def transfer_ended(self, _: Completion) -> None:
+        """Maybe in another thread: a buffer that was leaving may have become free."""
+        if not self.retiring and not self.queue:
+            return
+        with self.lock:
+            self.sweep()
+            self.pump()
+
+    def pump(self) -> None:
+        if self._pumping or not self.queue:  # the former: a transfer ended while it was being submitted
+            return
+        self._pumping = True
+        try:
+            while self.queue and self._pump_one(self.queue[0]):
+                self.queue.popleft()
+        finally:
+            self._pumping = False
+
+    def _pump_one(self, key: Hashable) -> bool:
+        entry = self.entries.get(key)
+        if entry is None:
+            try:
+                entry = self.start_ahead(key)
+            except Exception:  # the fetch of it, which must come, raises what is wrong
+                self.counts.failed_reads += 1
+        if entry is None:
+            return False
+        entry.visits, entry.spent = entry.visits + 1, False
+        return True
+
+    def slot_numel(self, numel: int) -> int:
+        return -(-numel // self._options.slot_multiple) * self._options.slot_multiple
+
+    def lease(self, key: Hashable) -> StreamEntry | None:
+        self.sweep()
+        numel = self.numels[key]
+        slot_numel = self.slot_numel(numel)
+        source = self.staging if self.pool is None else self.pool
+        if source is self.pool and self.extra is not None and slot_numel > self.pool.largest_numel:
+            return self.lease_extra(key)
+        entry = StreamEntry(key, numel, source=source)
+        entry.lease = source.lease(entry, numel, slot_numel)
+        if entry.lease is None:
+            return None
+        if entry.lease.wasted_bytes and numel not in self._warned_sizes:
+            self._warned_sizes.add(numel)
+            what = self._options.describe(key)
+            self._options.warn(
+                f"memascend: {what} ({numel} elements) has no class of its own in the buffer pool: it "
+                f"lies in {entry.lease.class_name} and wastes {entry.lease.wasted_bytes} bytes there; size the pool "
+                "from the model that is trained"
+            )
+        return entry
+
+    def lease_extra(self, key: Hashable) -> StreamEntry:
+        numel = self.numels[key]
+        entry = StreamEntry(key, numel, source=self.extra)
+        entry.lease = self.extra.lease(entry, numel, self.slot_numel(numel))
+        self.counts.extra_buffers += 1
+        if self.counts.extra_buffers == 1:
+            what = self._options.describe(key)
+            self._options.warn(
+                f"memascend: no buffer of the pool can be had for {what} ({numel} elements): all that "
+                "fit are in use; it gets one of its own for a while, and so will others (more memory than planned; "
+                "blocks_in_flight makes the pool larger)"
+            )
+        return entry
+
+    def _shares_a_class(self, entry: StreamEntry, numel: int) -> bool:
+        return entry.source is self.pool and self.pool.share_a_class(numel, entry.numel)
+
+    def _take_a_copied_one(self, numel: int) -> None:
+        for entry in self.entries.values():
+            if self.use(entry) is Use.COPIED and self._shares_a_class(entry, numel) and entry.is_quiet():
+                self._lose(entry, Use.COPIED)
+                return
+
+    def make_room(self, numel: int, keep: Collection[Hashable]) -> StreamEntry | None:
+        """A tensor on its way out whose slot will do: to be waited for."""
+        for entry in self.retiring:
+            if self._shares_a_class(entry, numel):
+                return entry
+        latest_first = list(reversed(self.entries.values()))
+        for use in (Use.COPIED, Use.IDLE):
+            for entry in latest_first:
+                if entry.key in keep or self.use(entry) is not use or not self._shares_a_class(entry, numel):
+                    continue
+                self._lose(entry, use)
+                return entry
+        return None
+
+    def _lose(self, entry: StreamEntry, use: Use) -> None:
+        if use is Use.COPIED:
+            self.counts.taken += 1
+        else:
+            self.counts.evicted += 1
+        self.retire(entry)
+        if self._owner is not None:
+            self._owner.dropped(entry.key, use)
+
+    def retire(self, entry: StreamEntry) -> None:
+        """The tensor has no buffer any more; the buffer goes back when nothing works on it."""
+        del self.entries[entry.key]
+        if entry.writes or not entry.is_quiet():
+            self.retiring.append(entry)
+        else:
+            self._give_back(entry)
+        if self.seeking:
+            self.buffer_free.notify_all()
+
+    def sweep(self) -> None:
+        if not self.retiring:
+            return
+        for entry in [entry for entry in self.retiring if entry.is_quiet()]:
+            for write in list(entry.writes):  # ended: none of these waits
+                self.end_write(entry, write)
+            self.hand_back(entry)
+
+    def hand_back(self, entry: StreamEntry) -> None:
+        if entry in self.retiring:
+            self.retiring.remove(entry)
+            self._give_back(entry)
+
+    def _give_back(self, entry: StreamEntry) -> None:
+        entry.source.release(entry)
+        entry.lease = None  # which holds the entry: a buffer of its own goes with its last view, not with a cycle
+
+    def end_write(self, entry: StreamEntry, write: Completion) -> None:
+        failure: BaseException | None = None
+        try:
+            write.wait()
+        except Exception as error:
+            failure = error
+        with self.lock:
+            if write in entry.writes:
+                entry.writes.remove(write)
+                if failure is not None:
+                    self.failed_writes[entry.key] = failure
