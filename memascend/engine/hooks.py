@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memascend.engine.block_runtime import BlockRuntime
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.contents import TierContents
 from memascend.engine.gradient_views import forget_gradient, stored_gradient, watch_gradients
@@ -18,7 +19,7 @@ from memascend.engine.matrices import StreamedRows
 from memascend.engine.model_guards import ModelGuards
 from memascend.engine.outside_use import OutsideUse
 from memascend.engine.profile import StepProfile
-from memascend.engine.recompute import BlockRuntime, stream_block
+from memascend.engine.recompute import stream_block
 from memascend.ops.rows import slice_module
 from memascend.storage.interrupts import whole
 

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from memascend.engine.block_runtime import PassInProgress
 from memascend.engine.blocks import ModelUnits, UnitWeights
 from memascend.engine.layout import Part, Piece, Unit, padded
-from memascend.engine.recompute import PassUnderWay
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 
@@ -29,7 +29,7 @@ class MatrixRuntime(Protocol):
     """What a matrix asks of the engine that trains it."""
 
     weights: UnitWeights
-    at_work: PassUnderWay
+    at_work: PassInProgress
 
     def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
         """The pass at work comes to a slice."""

@@ -11,11 +11,8 @@ this differs in what a visit owns: the weights' slot, inputs that wait on a tier
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import math
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -26,238 +23,15 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memascend.engine.arguments import Arguments, tensors_in
-from memascend.engine.blocks import NotStreamable, UnitWeights
+from memascend.engine.block_forward import BlockForward
+from memascend.engine.block_runtime import BlockRuntime
+from memascend.engine.blocks import NotStreamable
 from memascend.engine.device import Generators
 from memascend.engine.layout import Unit
 from memascend.engine.module_state import ModuleState, ValuesAreGone, undisturbed
 from memascend.engine.operators import Taken
 from memascend.engine.samples import Samples, is_compared
-
-
-class PassUnderWay:
-    """What an engine keeps of one micro-batch's forward and backward pass. One at a time is at work.
-
-    `number`: of the micro-batch, among those side by side.
-    """
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        self.visits = Visits()
-        self.uses: dict[str, int] = {}  # passes through blocks whose visit has not ended
-        self.begun = 0  # the number of its forward pass
-        self.backward_begun = self.got_gradients = False
-        self.ended = False  # its backward pass
-        self.inside: list[Unit] = []  # whose modules' forward passes are in progress, outermost first
-        self.model_passes: list[list[Unit] | None] = []  # see `OutsideUse`
-        self.matrices: dict[str, Any] = {}  # see `StreamedRows`
-
-
-class BlockRuntime:
-    """What a block's visits ask of the engine that trains it."""
-
-    weights: UnitWeights
-    at_work: PassUnderWay
-    in_block = 0  # forward passes of blocks, first ones or again, that are in progress
-    generation = 0  # of weights: another one after a step, and after one that was given up
-
-    @property
-    def visits(self) -> Visits:
-        return self.at_work.visits
-
-    @property
-    def passes_begun(self) -> int:
-        """Of forward passes with a graph, the number of the one at work."""
-        return self.at_work.begun
-
-    def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
-        """The pass at work comes to a unit, in either direction; `needs_it`: its weights. Others may go on first."""
-
-    def entered(self, unit: Unit) -> None:
-        """A forward pass through the block, with a graph, begins."""
-
-    def recomputes(self, unit: Unit) -> None:
-        """The visit that belongs to it begins, in backward."""
-
-    def visited(self, unit: Unit) -> None:
-        """That visit ends; the weights are still there."""
-
-    def left(self, unit: Unit, by: PassUnderWay) -> None:
-        """Its first visit has ended, or none will come."""
-
-    def require_not_updated(self, unit: Unit) -> None:
-        """Raise where an update of the block's weights has begun, so that it cannot be computed again."""
-
-    def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """Seconds of a pass through the block in memory, in one direction (inf: the other one); the recomputation is in
-        neither. The least counts."""
-
-    def now(self) -> float:
-        """Seconds; where blocks are measured, when the device has computed all that it was given."""
-        return time.perf_counter()
-
-    def keep_input(self, tensor: torch.Tensor) -> Any:
-        """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
-        return tensor
-
-    def bring_back(self, kept: Any) -> torch.Tensor:
-        return kept
-
-    def left_by(self, stop: type[BaseException]) -> contextlib.AbstractContextManager[Any]:
-        """Around a recomputation, which `stop` may end in the middle of modules that are not the block's own."""
-        return contextlib.nullcontext()
-
-    def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
-        """Around a forward pass: results of its products that wait for backward."""
-        return contextlib.nullcontext(Taken())
-
-    def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
-        """Around its recomputation, which has them again."""
-        return contextlib.nullcontext()
-
-
-class Visits:
-    """Which block's backward visit is open: one at a time. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.open: BlockPass | None = None
-
-    def begin(self, visited: BlockPass) -> None:
-        """Open a pass's visit; that of another one ends."""
-        if self.open is visited:
-            return
-        self.end()
-        visited.begin_visit()
-        self.open = visited
-
-    def end(self) -> None:
-        """No visit is open."""
-        visited, self.open = self.open, None
-        if visited is not None:
-            visited.end_visit()
-
-    def forget(self) -> None:
-        """After an error: somebody else gives the weights back."""
-        visited, self.open = self.open, None
-        if visited is not None:
-            visited.forget_visit()
-
-    def is_nested_in(self, unit: Unit) -> bool:
-        """Whether a backward pass runs inside of the open visit of `unit` (a reentrant checkpoint in the block)."""
-        return (
-            self.open is not None and self.open.unit is unit and self.open.backward != torch._C._current_graph_task_id()
-        )
-
-
-class StreamedForward:
-    """Stands where a block's `forward` does."""
-
-    def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
-        self.stock = block.forward
-        self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
-        # Numbers of the tensors that the block changes in place, by the kind of call, once that has been seen.
-        self.changed_inputs: dict[Hashable, set[int]] = {}
-        self.passes: collections.Counter[Hashable] = collections.Counter()  # with a graph, by the kind of call
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return list(self._block().modules())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block()
-        if getattr(block, "gradient_checkpointing", False) and block.training:
-            raise NotStreamable(
-                f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "
-                "itself; switch it off (model.gradient_checkpointing_disable())"
-            )
-        if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
-            if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
-                args = tuple(map(self._with_own_cache, args))
-                kwargs = {name: self._with_own_cache(value) for name, value in kwargs.items()}
-            return BlockPass(self).forward(args, kwargs)
-        self.runtime.weights.take(self.unit)
-        try:
-            results = self.stock(*args, **kwargs)
-            self.require_unchanged()
-        finally:
-            self.runtime.weights.give_back(self.unit)
-        self.require_no_view()
-        return results
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's own forward."""
-        caches: list[tuple[_OwnCache, Any]] = []
-
-        def own(value: Any) -> Any:
-            if not isinstance(value, _OwnCache):
-                return value
-            caches.append((value, value.made()))
-            return caches[-1][1]
-
-        results = self.stock(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
-        if any(before.is_missing_in(cache) for before, cache in caches):
-            raise NotStreamable(
-                f"{self.unit.key} appends to a cache of keys and values that is already filled, which has no effect in "
-                "training: omit past_key_values"
-            )
-        return results
-
-    def _with_own_cache(self, value: Any) -> Any:
-        """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads what a
-        block adds to it: the block gets a copy that goes with its forward pass, as the recomputation will. Without any
-        it would compute the same from other memory layouts, in another order of sums."""
-        if not callable(getattr(value, "get_seq_length", None)):
-            return value
-        if value.get_seq_length():  # by passes without a graph: the block has slots of its own in it
-            return _OwnCache(_copy_around_tensors(value), filled=True)
-        empty, of_pass = _while_empty.get(value, (None, self.runtime.passes_begun))
-        if of_pass != self.runtime.passes_begun:
-            raise NotStreamable(
-                f"{self.unit.key} gets a cache of keys and values of an earlier pass, which a pass with a graph cannot "
-                "extend: omit past_key_values in training"
-            )
-        if empty is None:
-            empty = copy.deepcopy(value)
-            _while_empty[value] = empty, of_pass
-        return _OwnCache(empty, filled=False)
-
-    def require_unchanged(self) -> None:
-        """NotStreamable where a forward pass that has just ended has changed the block's weights."""
-        if (refusal := self.runtime.weights.refusal_of_change(self.unit)) is not None:
-            raise refusal
-
-    def require_no_view(self) -> None:
-        """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
-        if self.runtime.weights.is_referred_to(self.unit):
-            raise NotStreamable(
-                f"{self.unit.key} returns or keeps a view of its own weights, whose memory other blocks use from here "
-                "on: make it a copy (.clone()), or in an autograd.Function use ctx.save_for_backward"
-            )
-
-
-# Of caches that were empty when a block got them: copies, since passes without a graph may fill them before backward
-# comes, and the pass with a graph that had them first.
-_while_empty: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
-
-
-def _copy_around_tensors(cache: Any) -> Any:
-    """Its objects are new ones, and its tensors the same: arguments of the block as others are."""
-    return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache)})
-
-
-class _OwnCache:
-    """Stands for a cache among a block's arguments, as it was before the block's forward pass: that, and each
-    recomputation, has a copy of its own."""
-
-    def __init__(self, cache: Any, *, filled: bool) -> None:
-        self._cache, self._filled = cache, filled
-
-    def made(self) -> Any:
-        return _copy_around_tensors(self._cache) if self._filled else copy.deepcopy(self._cache)
-
-    def is_missing_in(self, made: Any) -> bool:
-        """Whether anything that the cache is filled with is no longer in the copy."""
-        there = {id(tensor) for tensor in tensors_in(made)} if self._filled else set()
-        return self._filled and any(id(tensor) not in there for tensor in tensors_in(self._cache))
+from memascend.engine.saved_tensors import Handle, left_by_ctrl_c, memory_of, meta, save_on_a_node, words
 
 
 class OldGraph(RuntimeError):
@@ -272,44 +46,6 @@ class OldGraph(RuntimeError):
 
 class _Complete(BaseException):
     """The recomputation has saved all that backward needs. No Exception: the block's own handlers let it pass."""
-
-
-class _Handle:
-    """Stands on the graph for a saved tensor."""
-
-    __slots__ = ("__weakref__", "meta", "number", "owner")
-
-    def __init__(self, owner: BlockPass, number: int, tensor: torch.Tensor) -> None:
-        self.owner, self.number, self.meta = owner, number, _meta(tensor)
-
-
-def _memory(tensor: torch.Tensor) -> Hashable:
-    """What two tensors have in common that are views of one memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.numel() else id(tensor)
-
-
-def _meta(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-class _Inputs(torch.autograd.Function):
-    """Saves tensors under the hooks that are active outside of the block (an activation cache's, say)."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nothing is computed from this")
-
-
-def _saved(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """They are the `saved_tensors` of its `grad_fn`, as long as it lives: up to torch 2.11 a node ends with its result,
-    whoever else refers to it."""
-    with torch.enable_grad():
-        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
 
 
 def _no_node() -> None:
@@ -328,7 +64,7 @@ class BlockPass:
         self._generators = Generators(self._device)
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._handles: list[weakref.ref[_Handle]] = []
+        self._handles: list[weakref.ref[Handle]] = []
         self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
         # What the autograd.Function at work has had already. Not the function itself, which holds our handles: an error
         # may leave the visit open, and nobody would find that cycle.
@@ -410,7 +146,7 @@ class BlockPass:
                 f"{self.unit.key} changes an argument in place in this pass and did not in the first one like it, and "
                 "backward would compute it again from the changed one: use the out-of-place operation"
             )
-        memory = [_memory(t) for t in tensors]
+        memory = [memory_of(t) for t in tensors]
         if any(memory.count(memory[n]) > 1 for n in changed):
             raise NotStreamable(
                 f"{self.unit.key} changes an argument in place that shares its memory with another one: hand over a "
@@ -430,7 +166,7 @@ class BlockPass:
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
         products = [each.detach() for each in taken.tensors()]  # of the graph, which would hold itself by our handles
         self._products = len(products)
-        saved = _saved([*tensors, *products])
+        saved = save_on_a_node([*tensors, *products])
         self._source = lambda: list(saved.grad_fn.saved_tensors)
 
     def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
@@ -445,10 +181,10 @@ class BlockPass:
             if result.requires_grad and not any(result is each for each in inputs):
                 result.register_hook(begin)
 
-    def _pack(self, tensor: torch.Tensor) -> _Handle | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
         if not self._in_forward:
-            return _left_by_ctrl_c(tensor)
-        handle = _Handle(self, len(self._handles), tensor)
+            return left_by_ctrl_c(tensor)
+        handle = Handle(self, len(self._handles), tensor)
         if self._samples is not None:
             self._samples.add(tensor)
         self._handles.append(weakref.ref(handle))
@@ -529,15 +265,15 @@ class BlockPass:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             if is_over:
-                return _left_by_ctrl_c(tensor)
+                return left_by_ctrl_c(tensor)
             number, saved[0] = saved[0], saved[0] + 1
             tensor = tensor.detach()
             handle = self._handles[number]() if number < len(self._handles) else None
             if handle is not None:
-                if handle.meta != _meta(tensor):
-                    raise self._differs(f"tensor {number} of what autograd saves is {_words(tensor)}")
+                if handle.meta != meta(tensor):
+                    raise self._differs(f"tensor {number} of what autograd saves is {words(tensor)}")
                 if self._samples is not None and self._samples.differ(number, tensor):
-                    raise self._differs(f"tensor {number} of what autograd saves, {_words(tensor)}, has other values")
+                    raise self._differs(f"tensor {number} of what autograd saves, {words(tensor)}, has other values")
                 self._values[number] = tensor
             if number >= last:
                 raise _Complete
@@ -604,19 +340,33 @@ class BlockPass:
         self._leave()
 
 
-def _unpack(handle: _Handle | torch.Tensor) -> torch.Tensor:
+def _unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
     return handle if isinstance(handle, torch.Tensor) else handle.owner.value(handle.number)
 
 
-def _left_by_ctrl_c(tensor: torch.Tensor) -> torch.Tensor:
-    """Pack a tensor as without hooks, by hooks whose pass is over: Ctrl-C came between torch's `__enter__` and the
-    body, or before `__exit__` did anything. They are on top, since they were called, and are taken off here."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    return tensor.detach()
+class StreamedForward(BlockForward):
+    """Stands where a block's `forward` does."""
 
-
-def _words(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block()
+        if getattr(block, "gradient_checkpointing", False) and block.training:
+            raise NotStreamable(
+                f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "
+                "itself; switch it off (model.gradient_checkpointing_disable())"
+            )
+        if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
+            if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
+                args = tuple(map(self.with_own_cache, args))
+                kwargs = {name: self.with_own_cache(value) for name, value in kwargs.items()}
+            return BlockPass(self).forward(args, kwargs)
+        self.runtime.weights.take(self.unit)
+        try:
+            results = self.stock(*args, **kwargs)
+            self.require_unchanged()
+        finally:
+            self.runtime.weights.give_back(self.unit)
+        self.require_no_view()
+        return results
 
 
 def stream_block(block: nn.Module, unit: Unit, runtime: BlockRuntime) -> Callable[[], None]:

@@ -28,6 +28,7 @@ from torch import nn
 from memascend.engine import open_stores, state_store
 from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.arguments import tensors_in
+from memascend.engine.block_runtime import PassInProgress
 from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights, largest_list
 from memascend.engine.buffer_table import StreamOptions
 from memascend.engine.buffers import EngineBuffers
@@ -54,7 +55,7 @@ from memascend.engine.opening import create_state_store, matches_layout, open_st
 from memascend.engine.operators import Taken, take_off_left_over
 from memascend.engine.options import EngineOptions
 from memascend.engine.profile import StepProfile
-from memascend.engine.recompute import OldGraph, PassUnderWay
+from memascend.engine.recompute import OldGraph
 from memascend.engine.saving import BackgroundSave, Extracts, Targets
 from memascend.engine.scratch_storage import WAIT_S, AuxiliaryTiers
 from memascend.engine.speculation import Beginning, Speculation
@@ -148,7 +149,7 @@ class StreamingEngine(HookedRuntime):
         # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
         self.scale = 1.0
         self._inputs = KeptInputs(self.buffers, self._auxiliary.scratch, WAIT_S, inputs)
-        self.at_work = PassUnderWay()
+        self.at_work = PassInProgress()
         self._forwards = 0  # forward passes with a graph
         self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
         self._pattern: list[str] = []
@@ -689,7 +690,7 @@ class StreamingEngine(HookedRuntime):
             self._profile.outside_s += seconds
 
     @whole
-    def left(self, unit: Unit, by: PassUnderWay) -> None:
+    def left(self, unit: Unit, by: PassInProgress) -> None:
         by.uses[unit.key] = max(0, by.uses.get(unit.key, 0) - 1)
 
     # -- several micro-batches (`memascend.engine.vertical`) -----------------------------------------------------------
@@ -834,7 +835,7 @@ class StreamingEngine(HookedRuntime):
         return results
 
     def _vertically(self, function: Callable[[Any], Any], batches: Sequence[Any], route: Route) -> list[Any]:
-        alone, passes = self.at_work, [PassUnderWay(number) for number in range(len(batches))]
+        alone, passes = self.at_work, [PassInProgress(number) for number in range(len(batches))]
 
         def enter(number: int) -> None:
             self.at_work = passes[number]
@@ -1251,7 +1252,7 @@ class StreamingEngine(HookedRuntime):
         leaving.begin_if_asked()
         take_off_left_over()
         self.visits.forget()
-        self.at_work = PassUnderWay()
+        self.at_work = PassInProgress()
         self._hooks.forget()
         with contextlib.suppress(OSError, RequestCancelled):
             self._inputs.give_back()

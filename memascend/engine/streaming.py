@@ -14,36 +14,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
-import math
 import os
 import textwrap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from memascend.engine import loaded_states, state_store
-from memascend.engine.adam_settings import REFUSED, AdamSettings
-from memascend.engine.blocks import NotStreamable
-from memascend.engine.gradient_views import no_scaler
-from memascend.engine.layout import numel_of_state
-from memascend.engine.mmap_tensors import TensorFile
+from memascend.engine import state_store
+from memascend.engine.json_notes import from_json
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saved import begin_save, put_back, saved_facts
 from memascend.engine.saving import BackgroundSave
+from memascend.engine.streamed_optimizer import StreamedAdamW
 from memascend.memory.pinned import Allocator
-from memascend.storage.interrupts import uninterrupted
 
 log = logging.getLogger("memascend")
-
-_SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
 
 
 def _shortly(thing: object) -> str:
@@ -198,41 +190,20 @@ class streaming:
         if self._model is None:
             raise RuntimeError("call hook(model) first: the optimizer belongs to that model")
         self._require_no_optimizer()
-        options = EngineOptions() if options is None else options
-        if not isinstance(options, EngineOptions):
-            raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
-        named = {
-            "accumulate": accumulate,
-            "clip": clip,
-            "wait": wait,
-            "implicit_step": implicit_step,
-            "unfreezes": unfreezes,
-            "device": self._device,
-        }
-        chosen = dataclasses.replace(options, **{name: value for name, value in named.items() if value is not None})
+        chosen = _chosen(
+            options,
+            accumulate=accumulate,
+            clip=clip,
+            wait=wait,
+            implicit_step=implicit_step,
+            unfreezes=unfreezes,
+            device=self._device,
+        )
         if chosen.unfreezes and params is None:
             params = self._model.parameters()
         made = StreamedAdamW(kind, self._model, params, settings)
-        start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
         with _all_trained(made.param_groups) if chosen.unfreezes else contextlib.nullcontext():
-            found = start(
-                self._model,
-                self.folder,
-                lambda: made.param_groups,  # of now: load_state_dict puts others in their place
-                chosen,
-                blocks=self._blocks,
-                allocator=self._allocator,
-            )
-        if self._resume:
-            engine, facts = found
-            try:
-                made.take_over(facts, engine.units.names)
-            except BaseException:
-                engine.close()
-                raise
-            self.engine, self.note = engine, _from_json(facts.get("note", {}))
-        else:
-            self.engine = found
+            self._start(made, chosen)
         made.attach(self)
         self._made = weakref.ref(made)
         if chosen.waits or chosen.accumulate > 1:
@@ -240,6 +211,28 @@ class streaming:
             why = "those of the step's other passes" if chosen.accumulate > 1 else norm
             log.info("memascend: gradients wait on the SSD for %s: one more write and read of them per step", why)
         return made
+
+    def _start(self, made: StreamedAdamW, options: EngineOptions) -> None:
+        """The engine, in a new store or in that of an earlier run."""
+        start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
+        found = start(
+            self._model,
+            self.folder,
+            lambda: made.param_groups,  # of now: load_state_dict puts others in their place
+            options,
+            blocks=self._blocks,
+            allocator=self._allocator,
+        )
+        if not self._resume:
+            self.engine = found
+            return
+        engine, facts = found
+        try:
+            made.take_over(facts, engine.units.names)
+        except BaseException:
+            engine.close()
+            raise
+        self.engine, self.note = engine, from_json(facts.get("note", {}))
 
     def accumulate(
         self, function: Callable[[Any], Any], micro_batches: Iterable[Any], *, order: str = "vertical"
@@ -317,7 +310,7 @@ class streaming:
         made = self._made() if self._made is not None else None
         if made is None:
             raise RuntimeError("create the optimizer first: session.optimizer(torch.optim.AdamW, lr=...)")
-        save = begin_save(self._engine(), folder, made._facts() if states else None)
+        save = begin_save(self._engine(), folder, made.facts() if states else None)
         if not background:
             save.wait()
         return save
@@ -345,8 +338,8 @@ class streaming:
         facts = saved_facts(engine, folder)
         made.take_over(facts, engine.units.names)
         put_back(engine, folder, facts["steps"])
-        self.note = _from_json(facts.get("note", {}))
-        engine.keep(made._facts())
+        self.note = from_json(facts.get("note", {}))
+        engine.keep(made.facts())
 
     @property
     def steps(self) -> int:
@@ -393,241 +386,12 @@ class streaming:
             self.engine.close()
 
 
-class StreamedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW (or Adam without decay) whose states and parameters are on a tier; made by `streaming`.
-
-    Updates run while backward does, with each group's settings as they are then; `step` waits for them and completes
-    the step. A parameter that got no gradient is left as it is. `norm` is the 2-norm of all gradients of the last step,
-    None where the step was left out. `state` is empty: `state_dict` reads the states into a file that its tensors are
-    views of, so that no memory is proportional to the model; they have the shapes of the parameters and the dtype of
-    `EngineOptions.states`; 8-bit moments are `memascend.ops.adamw8.AdamW8bit`'s. All methods are the training thread's.
-    What may be looked at between `backward()` and `step()`, and what becomes of the model's own methods, stands at
-    `streaming`.
-    """
-
-    def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        model: nn.Module,
-        params: Iterable[Any] | None,
-        settings: dict[str, Any],
-    ) -> None:
-        if isinstance(kind, torch.optim.Optimizer):
-            name = type(kind).__name__
-            raise NotStreamable(
-                f"optimizer(kind): the class and its settings, got an instance of {name}: write "
-                f"session.optimizer(torch.optim.{name}, lr=...)"
-            )
-        if not isinstance(kind, type):
-            raise ValueError(f"optimizer(kind): torch.optim.AdamW or Adam, got {kind!r}")
-        if kind not in (torch.optim.AdamW, torch.optim.Adam):
-            raise NotStreamable(f"{kind.__name__} cannot be streamed: use torch.optim.AdamW or Adam")
-        if unknown := sorted(set(settings) - set(kind([torch.zeros(1)]).defaults)):
-            raise ValueError(f"{kind.__name__} has no setting {unknown[0]!r}")
-        defaults = _accepted(kind, settings)
-        decoupled = kind is torch.optim.AdamW or defaults.get("decoupled_weight_decay")
-        given = [p for p in model.parameters() if p.requires_grad] if params is None else params
-        self._session: streaming | None = None
-        super().__init__(given, {key: defaults[key] for key in sorted(_SUPPORTED)})
-        for group in [defaults, *self.param_groups]:
-            if asked := [name for name in REFUSED if group.get(name)]:
-                raise NotStreamable(f"{kind.__name__} with {asked[0]} cannot be streamed: remove it")
-            if not decoupled and group["weight_decay"]:
-                raise NotStreamable("Adam with weight decay in the gradient cannot be streamed: use torch.optim.AdamW")
-            _accepted(kind, {key: group[key] for key in _SUPPORTED})
-            _require_finite(group)
-        of_model = set(model.parameters())
-        for number, group in enumerate(self.param_groups):
-            if foreign := [p for p in group["params"] if p not in of_model]:
-                raise ValueError(
-                    f"a parameter of shape {tuple(foreign[0].shape)} in group {number} of params= does not belong to "
-                    "the model"
-                )
-
-    def attach(self, session: streaming) -> None:
-        self._session = session
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "state" and vars(self).get("_session") is not None:
-            raise NotStreamable(
-                "the states of a streamed model are on the SSD, and `state` is empty: load_state_dict replaces "
-                'them there, and resets those that its "state" lacks'
-            )
-        super().__setattr__(name, value)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for it in its `step`."""
-        raise no_scaler()
-
-    def take_over(self, facts: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:
-        """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""
-        kept = facts.get("groups", [])
-        if len(kept) not in (0, len(self.param_groups)):
-            raise ValueError(
-                f"{len(self.param_groups)} groups in params=, but the run had {len(kept)}: pass the same groups"
-            )
-        for number, (group, before) in enumerate(zip(self.param_groups, kept, strict=False)):
-            settings = {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
-            if settings.pop("members", None) not in (None, _members(group, names)):
-                raise ValueError(
-                    f"group {number} of params= has other parameters than before in this run: pass the same groups in "
-                    "the same order"
-                )
-            for key in sorted(_SUPPORTED & set(settings)):
-                if settings[key] != group[key]:
-                    log.info(
-                        "memascend: group %d continues with %s=%s of the last step (%s was requested; change it in "
-                        "optimizer.param_groups)",
-                        number,
-                        key,
-                        settings[key],
-                        group[key],
-                    )
-            group.update(settings)
-
-    @property
-    def engine(self) -> StreamingEngine:
-        if self._session is None:
-            raise RuntimeError("this optimizer has no model yet: create it with streaming(folder).optimizer(...)")
-        return self._session._engine()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Until all updates of this step are done, written and completed; what `closure` returns.
-
-        With a gradient that is infinite or NaN the step changes nothing.
-
-        Raises:
-            StorageError: and whatever else failed since the last step; the states are those of the step before it.
-                With one version of the states, once its update has begun, the step can only be completed: the error
-                says so, and so does every use until the session is closed and resumed. After KeyboardInterrupt the next
-                use completes it, such as a look at `session.steps`.
-            ValueError: `session.note` is no JSON or too large; nothing has changed, and `step` can be called again.
-            InterruptedUpdate: with `redo=False`, where what was written cannot be taken back.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with uninterrupted:  # Ctrl-C finds the step done, or not done, in all that is kept of it
-            facts = self._facts()
-            arrived = frozenset(self.engine.updates.arrived)
-            self.norm = self.engine.finish_step(facts=facts)
-            self.engine.gradients.spent = arrived
-        if self.norm is None:
-            log.warning("memascend: a gradient was infinite or NaN: the step was skipped")
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that came since the last step, and what was updated with them.
-
-        With `set_to_none=False` parameters that have had a gradient are updated in the next step whether they get one
-        or not, with zeros, as by torch.optim.
-        """
-        if self._session is not None:
-            self.engine.forget_gradients(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._session is not None:
-            raise NotStreamable(
-                "the param groups of a streamed model are fixed: pass all of them at the start (params=)"
-            )
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; with 8-bit moments as
-        `AdamW8bit`'s, codes and "scales" of uint8. Views of a file that goes with the last of them."""
-        engine, names = self.engine, self._names()
-        engine.require_completed_step()
-        keys, element = engine.layout.state_names, engine.layout.stored_states.itemsize
-        trained = [p for p, name in names.items() if engine.steps.get(name)]
-        file = TensorFile(
-            engine.state_store.folder, [numel_of_state(key, p.numel()) * element for p in trained for key in keys]
-        )
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for number, (parameter, name) in enumerate(names.items()):
-            if engine.steps.get(name):  # none of a frozen one
-                found = engine.read_states(name)
-                state[number] = {"step": torch.tensor(float(engine.steps[name]))}
-                state[number] |= {
-                    key: file.put(found[key]).view(loaded_states.shape_of(key, parameter.shape)) for key in keys
-                }
-        groups, first = [], 0
-        for group in self.param_groups:
-            numbers = list(range(first, first + len(group["params"])))
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
-            first += len(numbers)
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Settings and states, torch.optim.AdamW's too; weights of 16 bits follow their masters where these are given.
-        8-bit moments are taken as codes with their scales, to the bit, or made of numbers, rounded to nearest; codes
-        are refused where moments are numbers. Completed at once. Raises ValueError for groups, settings or states that
-        do not fit, and nothing has changed then."""
-        groups, own = state_dict["param_groups"], self.param_groups
-        for group in groups:
-            if asked := [name for name in REFUSED if group.get(name)]:
-                raise ValueError(f"the state was saved with {asked[0]}, which is not supported here: train without it")
-            AdamSettings.of({**self.defaults, **group}, step=1)
-        self.engine.require_no_gradients()
-        engine = self.engine
-        numbers = [number for group in groups for number in group["params"]]
-        given: dict[str, dict[str, torch.Tensor]] = {}
-        steps: dict[str, int] = {}
-        sizes = {name: parameter.numel() for parameter, name in self._names().items()}
-        fits = [len(group["params"]) for group in groups] == [len(group["params"]) for group in own]
-        for number, (parameter, name) in zip(numbers, self._names().items(), strict=True) if fits else ():
-            saved = state_dict["state"].get(number)
-            if name not in engine.steps:
-                if saved is not None:
-                    log.warning("memascend: %s is frozen: its states are not loaded", name)
-            elif saved is not None:
-                states = loaded_states.checked(engine.layout, name, parameter.shape, saved)
-                given[name], steps[name] = states, _checked_step(name, saved)
-            elif engine.steps[name]:
-                given[name], steps[name] = {}, 0
-        session, self._session = self._session, None
-        try:
-            super().load_state_dict({**state_dict, "state": {}})  # or it says what does not fit of the groups
-        finally:
-            self._session = session
-
-        def states_of(name: str) -> dict[str, torch.Tensor]:
-            if not given[name]:
-                return loaded_states.none(engine.layout, sizes[name])
-            return loaded_states.as_kept(engine.layout, given[name])
-
-        engine.write_states(states_of, steps)
-        engine.keep(self._facts())
-
-    def _facts(self) -> dict[str, Any]:
-        """Kept with each step."""
-        if not isinstance(self._session.note, dict):
-            raise ValueError(f"session.note: a dict, got {self._session.note!r}")
-        names = self.engine.units.names
-        groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
-        return {"note": _as_json(self._session.note), "groups": groups}
-
-    def _names(self) -> dict[torch.Tensor, str]:
-        names = self.engine.units.names
-        return {p: names[p] for group in self.param_groups for p in group["params"]}
-
-
-def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of torch's optimizer with these settings. Raises ValueError for values that it refuses."""
-    try:
-        return kind([torch.zeros(1)], **settings).defaults
-    except (TypeError, IndexError) as error:
-        said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise ValueError(f"{kind.__name__} does not take {said}: {error}") from error
-
-
-def _require_finite(group: Mapping[str, Any]) -> None:
-    for name in sorted(_SUPPORTED):
-        values = group[name] if name == "betas" else [group[name]]
-        if not all(math.isfinite(value) for value in values):
-            raise ValueError(f"{name}: a finite number, got {group[name]!r}")
+def _chosen(options: EngineOptions | None, **named: Any) -> EngineOptions:
+    """The options, with what the call itself names (None: it does not) in their place."""
+    options = EngineOptions() if options is None else options
+    if not isinstance(options, EngineOptions):
+        raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
+    return dataclasses.replace(options, **{name: value for name, value in named.items() if value is not None})
 
 
 @contextlib.contextmanager
@@ -641,51 +405,3 @@ def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def _checked_step(name: str, saved: dict[str, Any]) -> int:
-    step = saved.get("step")
-    if not isinstance(step, int | float | torch.Tensor) or not 0 <= float(step) < math.inf:
-        raise ValueError(f"{name}: its step is {step!r} in the loaded state, but must be a count of completed steps")
-    return int(step)
-
-
-def _members(group: dict[str, Any], names: Mapping[torch.Tensor, str]) -> str:
-    """Short for the names of a group's parameters."""
-    return hashlib.sha256("\n".join(sorted(names[p] for p in group["params"])).encode()).hexdigest()[:16]
-
-
-_PAIRS, _TUPLE = "memascend: pairs", "memascend: tuple"
-
-
-def _as_json(value: Any) -> Any:
-    """Return what `_from_json` turns into an equal value again. JSON alone makes strings of a dict's keys, such as the
-    epochs of a scheduler, and lists of tuples."""
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value):
-            return {key: _as_json(each) for key, each in value.items()}
-        return {_PAIRS: [[_as_json(key), _as_json(each)] for key, each in value.items()]}
-    if isinstance(value, tuple):
-        return {_TUPLE: [_as_json(each) for each in value]}
-    return [_as_json(each) for each in value] if isinstance(value, list) else value
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {_PAIRS}:
-            return {_from_json(key): _from_json(each) for key, each in value[_PAIRS]}
-        if set(value) == {_TUPLE}:
-            return tuple(map(_from_json, value[_TUPLE]))
-        return {key: _from_json(each) for key, each in value.items()}
-    return list(map(_from_json, value)) if isinstance(value, list) else value
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings as JSON; a scheduler's (initial_lr) among them."""
-    kept = {}
-    for key, value in group.items():
-        if isinstance(value, torch.Tensor):
-            value = value.item()
-        if isinstance(value, (int, float, str, bool)) or key == "betas":
-            kept[key] = value
-    return kept

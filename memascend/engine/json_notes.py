@@ -1,0 +1,30 @@
+"""Notes of a user's loop as JSON: keys of dicts that are no texts, and tuples, come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PAIRS, _TUPLE = "memascend: pairs", "memascend: tuple"
+
+
+def to_json(value: Any) -> Any:
+    """Return what `from_json` turns into an equal value again. JSON alone makes strings of a dict's keys, such as the
+    epochs of a scheduler, and lists of tuples."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: to_json(each) for key, each in value.items()}
+        return {_PAIRS: [[to_json(key), to_json(each)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        return {_TUPLE: [to_json(each) for each in value]}
+    return [to_json(each) for each in value] if isinstance(value, list) else value
+
+
+def from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {_PAIRS}:
+            return {from_json(key): from_json(each) for key, each in value[_PAIRS]}
+        if set(value) == {_TUPLE}:
+            return tuple(map(from_json, value[_TUPLE]))
+        return {key: from_json(each) for key, each in value.items()}
+    return list(map(from_json, value)) if isinstance(value, list) else value
