@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from memascend.activation.cache import ActivationCache
-    from memascend.engine.blocks import NotStreamable
+    from memascend.engine.errors import InterruptedUpdate, NotStreamable
     from memascend.engine.options import EngineOptions
-    from memascend.engine.state_store import InterruptedUpdate
     from memascend.engine.streaming import streaming
     from memascend.integrations.deepspeed.hooks import Enabled
     from memascend.storage.errors import StorageError
@@ -56,8 +55,8 @@ __all__ = [
 
 _WHERE = {
     "EngineOptions": ".engine.options",
-    "InterruptedUpdate": ".engine.state_store",
-    "NotStreamable": ".engine.blocks",
+    "InterruptedUpdate": ".engine.errors",
+    "NotStreamable": ".engine.errors",
     "StorageError": ".storage.errors",
     "streaming": ".engine.streaming",
 }

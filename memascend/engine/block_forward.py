@@ -12,7 +12,7 @@ from torch import nn
 
 from memascend.engine.arguments import tensors_in
 from memascend.engine.block_runtime import BlockRuntime
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import Unit
 
 

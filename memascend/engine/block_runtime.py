@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import Unit
 from memascend.engine.operators import Taken
+from memascend.engine.unit_weights import UnitWeights
 
 
 class Visit(Protocol):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine.blocks import UnitWeights
 from memascend.engine.layout import Kind, Layout, Run, Unit, numel_of_state
 from memascend.engine.mmap_tensors import TensorFile
+from memascend.engine.unit_weights import UnitWeights
 from memascend.engine.weights import WeightStream
 from memascend.storage.interrupts import uninterrupted, whole
 

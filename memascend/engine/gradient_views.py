@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.placeholder_parameters import placeholders_allowed
 
 _SOURCE = "_memascend_gradient"  # of a parameter: where its gradient is

@@ -1,15 +1,15 @@
-"""Deprecated: `memascend.engine.state_store`. What was documented of this module is still found here."""
+"""Deprecated: what was documented of this module is in `memascend.engine.errors`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from memascend.deprecation import warn_renamed
-from memascend.engine import state_store
+from memascend.engine import errors
 
 
 def __getattr__(name: str) -> Any:
     if name != "TornStates":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it is memascend.engine.state_store now")
-    warn_renamed(f"{__name__}.{name}", "memascend.engine.state_store.InterruptedUpdate")
-    return state_store.InterruptedUpdate
+    warn_renamed(f"{__name__}.{name}", "memascend.engine.errors.InterruptedUpdate")
+    return errors.InterruptedUpdate

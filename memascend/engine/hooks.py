@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from memascend.engine.block_runtime import BlockRuntime
-from memascend.engine.blocks import ModelUnits, NotStreamable, UnitWeights
 from memascend.engine.contents import TierContents
+from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import forget_gradient, stored_gradient, watch_gradients
 from memascend.engine.layout import Kind, Part, Unit
 from memascend.engine.matrices import StreamedRows
 from memascend.engine.model_guards import ModelGuards
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.outside_use import OutsideUse
 from memascend.engine.profile import StepProfile
 from memascend.engine.recompute import stream_block
+from memascend.engine.unit_weights import UnitWeights
 from memascend.ops.rows import slice_module
 from memascend.storage.interrupts import whole
 

@@ -1,6 +1,6 @@
 """One version of the states, where the disk has no room for two: a step that a kill cuts off can be done again.
 
-All gradients of a step lie on the tier, and what they are used with beside them, before the first state is replaced.
+All gradients of a step are on the tier, with the settings that they are used with, before the first state is replaced.
 From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
 states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
 in flight; a step writes and reads the gradients once more.
@@ -21,6 +21,7 @@ import torch
 
 from memascend.engine.adam_settings import AdamSettings
 from memascend.engine.layout import Layout, Unit, padded
+from memascend.engine.options import EngineOptions
 from memascend.engine.protocols import Completion, Storage
 from memascend.engine.state_files import StoreSpace, in_chunks
 from memascend.engine.state_store import StateStore
@@ -42,18 +43,16 @@ class Versions:
 def versions_for(
     folder: str | os.PathLike[str],
     layout: Layout,
-    asked: int | None,
-    gradients: torch.dtype,
-    slots: int,
+    options: EngineOptions,
     *,
-    redo: bool = True,
     auxiliary_bytes: int = 0,
     released: int = 0,
 ) -> Versions:
-    """Two where they fit, else one; `asked` for what it is. Room is not reserved: `StateStore.create` does that.
-    `auxiliary_bytes`: bytes of the files beside two versions, such as that of gradients, which lie with one version.
-    `released`: bytes of the disk that are given back as the store is filled."""
-    two, one = (bytes_of(layout, count, gradients, slots, redo=redo) for count in (2, 1))
+    """Two where they fit, else one; what `options` ask for is that. No space is taken: `StateStore.create` does that.
+    `auxiliary_bytes`: of the other files beside two versions, such as that of gradients, which are in the store with
+    one version. `released`: bytes of the disk that are given back as the store is filled."""
+    asked = options.versions if options.redo else 1
+    two, one = (bytes_of(layout, count, options.gradients, options.state_slots, redo=options.redo) for count in (2, 1))
     if asked is not None:
         return Versions(asked, two if asked == 2 else one, "as asked for")
     parent = Path(folder)
@@ -105,7 +104,12 @@ class GradientsInStore:
 
 
 class Redo:
-    """The update of one step, as it is kept beside the gradients until all of it is done."""
+    """The update of one step, as it is stored with its gradients until all of it is done.
+
+    Why settings are stored and not looked up again: a loop may have changed them, or be gone. Why `done` names units: a
+    unit's weights and states change in one commit with it, so that a restart repeats no update that was made and leaves
+    out none. AdamW is not idempotent: applying it twice would be another result.
+    """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = dict(record)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from memascend.engine.blocks import NotStreamable
 from memascend.engine.buffer_table import StreamOptions
 from memascend.engine.buffers import EngineBuffers
 from memascend.engine.device import Copies
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import padded
 from memascend.engine.protocols import Storage
 from memascend.engine.weights import WeightStream

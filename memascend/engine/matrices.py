@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from memascend.engine.block_runtime import PassInProgress
-from memascend.engine.blocks import ModelUnits, UnitWeights
 from memascend.engine.layout import Part, Piece, Unit, padded
+from memascend.engine.model_units import ModelUnits
+from memascend.engine.unit_weights import UnitWeights
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 

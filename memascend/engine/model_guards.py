@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from memascend.engine.blocks import NotStreamable
 from memascend.engine.contents import TierContents
+from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import no_copy, source_of, stored_gradients_alone
 
 _CLOSED = "_memascend_closed"  # of a model whose engine is closed: takes the refusals away

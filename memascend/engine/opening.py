@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from memascend.engine.errors import NotThisModel
 from memascend.engine.in_place_update import store_space, versions_for
 from memascend.engine.layout import Layout
 from memascend.engine.mmap_tensors import collect_tensor_files
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_files import owner_of
-from memascend.engine.state_store import NotThisModel, StateStore, stored_tensors
+from memascend.engine.state_store import StateStore, stored_tensors
 from memascend.engine.traffic import auxiliary_file_bytes
-from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.scratch import collect_scratch_files
 
 log = logging.getLogger("memascend")
@@ -29,10 +29,8 @@ _ONE_VERSION = {
 
 def create_state_store(
     folder: str | os.PathLike[str],
-    owner: str,
     layout: Layout,
     options: EngineOptions,
-    config: DirectEngineConfig | None = None,
     faults: Any = None,
     *,
     buffers: int = 0,
@@ -40,23 +38,12 @@ def create_state_store(
 ) -> tuple[StateStore, EngineOptions, str]:
     """(the store, the options with the number of versions, why so many), with room for so many bytes of the model's
     buffers. `released`: see `StateStore.create`. Raises StorageError, ValueError."""
-    gradients, slots = options.gradients, options.state_slots
-    asked = options.versions if options.redo else 1
     auxiliary_bytes = auxiliary_file_bytes(layout, replace(options, versions=2, redo=True))
-    chosen = versions_for(
-        folder, layout, asked, gradients, slots, redo=options.redo, auxiliary_bytes=auxiliary_bytes, released=released
-    )
+    chosen = versions_for(folder, layout, options, auxiliary_bytes=auxiliary_bytes, released=released)
     options = replace(options, versions=chosen.count)
-    space = store_space(layout, chosen.count, gradients, slots, redo=options.redo)
+    space = store_space(layout, chosen.count, options.gradients, options.state_slots, redo=options.redo)
     space = replace(space, slack=space.slack + 2 * buffers)
-    store = StateStore.create(
-        folder,
-        owner_tag(owner, layout),
-        space,
-        released=released,
-        config=config,
-        faults=faults,
-    )
+    store = StateStore.create(folder, owner_tag(layout), space, released=released, faults=faults)
     for kind, what in _ONE_VERSION.items():
         if getattr(options, kind):
             joined = ": " if kind == "redoes" else " "
@@ -66,17 +53,15 @@ def create_state_store(
 
 def open_state_store(
     folder: str | os.PathLike[str],
-    owner: str,
     layout: Layout,
     options: EngineOptions,
-    config: DirectEngineConfig | None = None,
     faults: Any = None,
 ) -> tuple[StateStore, EngineOptions, dict[str, Any]]:
     """(the store, the options with its number of versions, its last completed step). Raises NotThisModel and
     InterruptedUpdate."""
     collect_scratch_files(folder, os.fspath(folder))
     try:
-        store = StateStore.open(folder, owner_tag(owner, layout), config=config, faults=faults)
+        store = StateStore.open(folder, owner_tag(layout), faults=faults)
     except NotThisModel as error:
         if owner_of(folder) is None:
             raise
@@ -116,11 +101,11 @@ def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
     return "names, shapes, or what is trained are others"
 
 
-def matches_layout(folder: str | os.PathLike[str], owner: str, layout: Layout) -> bool:
+def matches_layout(folder: str | os.PathLike[str], layout: Layout) -> bool:
     """Whether the states in the folder are those of this layout."""
-    return owner_of(folder) == owner_tag(owner, layout)
+    return owner_of(folder) == owner_tag(layout)
 
 
-def owner_tag(owner: str, layout: Layout) -> str:
+def owner_tag(layout: Layout) -> str:
     """What a store's states are of."""
-    return f"{owner or 'streaming engine'} {layout.digest}"
+    return f"streaming engine {layout.digest}"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from memascend.engine.buffers import BLOCKS_IN_FLIGHT, STATE_SLOTS
-from memascend.engine.updates import ARMS
 from memascend.memory.budget import parse_bytes
 from memascend.swapping import RULES
 
+ARMS = ("optimized", "naive", "none")  # how gradients go into the states: see `memascend.engine.updates`
 STATES = (torch.float32, torch.bfloat16, torch.int8)
 # By what `memascend train` calls them; with `ssd` the inputs wait on the tier, too.
 CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}

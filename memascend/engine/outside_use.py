@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memascend.engine.arguments import tensors_in
-from memascend.engine.blocks import NotStreamable, UnitWeights
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import Kind, Unit
+from memascend.engine.unit_weights import UnitWeights
 from memascend.storage.interrupts import whole
 
 

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memascend.engine.arguments import Arguments, tensors_in
 from memascend.engine.block_forward import BlockForward
 from memascend.engine.block_runtime import BlockRuntime
-from memascend.engine.blocks import NotStreamable
 from memascend.engine.device import Generators
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import Unit
 from memascend.engine.module_state import ModuleState, ValuesAreGone, undisturbed
 from memascend.engine.operators import Taken
@@ -53,7 +53,13 @@ def _no_node() -> None:
 
 
 class BlockPass:
-    """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does."""
+    """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does.
+
+    Why handles and not the tensors: what autograd saves would keep a block's weights and activations in memory until
+    backward. Why they are numbered: a recomputation saves the same tensors in the same order, if nothing that it
+    depends on has changed; where shape, type or samples of values differ, backward stops, since gradients would be
+    silently wrong. Why the recomputation ends with an exception: what comes after the last needed tensor is wasted.
+    """
 
     _left = _entered = False
 

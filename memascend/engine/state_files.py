@@ -69,9 +69,9 @@ def owner_of(folder: str | os.PathLike[str]) -> str | None:
     return None if block is None else block["owner"]
 
 
-def with_control_folder(folder: Path, config: DirectEngineConfig | None) -> DirectEngineConfig:
-    """The store's shared memory lies beside its file, and goes with it."""
-    return dataclasses.replace(config or DirectEngineConfig(), control_folder=str(folder))
+def with_control_folder(folder: Path) -> DirectEngineConfig:
+    """The store's shared memory is a file next to the store's own, and goes with it."""
+    return DirectEngineConfig(control_folder=str(folder))
 
 
 def allocate(path: Path, size: int, versions: int, released: int = 0) -> None:

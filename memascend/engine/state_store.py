@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from memascend.engine import open_stores
+from memascend.engine.errors import CommittedAfterAll, InterruptedUpdate, NotThisModel
 from memascend.engine.snapshot import Snapshot
 from memascend.engine.state_files import (
     CHUNK_BYTES,
@@ -55,27 +56,11 @@ _PARTIAL = "torn"  # among the facts; the word that all versions write
 _DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
 
 
-class NotThisModel(ValueError):
-    """The folder holds the states of another model, or of other settings."""
-
-
-class InterruptedUpdate(ValueError):
-    """A step was cut off while it replaced the only version of its states."""
-
-    @classmethod
-    def of(cls, folder: Path) -> InterruptedUpdate:
-        return cls(
-            f"{folder}: a step was interrupted while it replaced the only version of the states, which are incomplete "
-            "(one version is kept, and no gradients to redo the step from): continue from the last checkpoint"
-        )
-
-
-class CommittedAfterAll(InterruptedUpdate):
-    """A step that could not be completed was."""
-
-
 class StateStore:
     """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
+
+    Why one file with a log and not a file per tensor: a step replaces thousands of tensors, and all of them must appear
+    at once or not at all. One commit record does that; a rename per tensor does not.
 
     Storage for `WeightStream`s: keys are any hashable with a distinct `str`. Every write's checksum is kept. A read is
     compared with it until all that an earlier process has left has been read once; what this one has written, and the
@@ -113,7 +98,6 @@ class StateStore:
         space: StoreSpace,
         *,
         released: int = 0,
-        config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StateStore:
         """In the new or empty `folder`; all of `space` is taken now.
@@ -137,7 +121,7 @@ class StateStore:
         try:
             allocate(path, space.nbytes, space.versions, released)
             _C.storage_format([str(path)], owner, [], CHUNK_BYTES, space.log_bytes)
-            store = cls(folder, owner, with_control_folder(folder, config), faults, new=True)
+            store = cls(folder, owner, with_control_folder(folder), faults, new=True)
         except BaseException:
             undo_creation(folder, made)
             raise
@@ -150,7 +134,6 @@ class StateStore:
         folder: str | os.PathLike[str],
         owner: str,
         *,
-        config: DirectEngineConfig | None = None,
         faults: Any = None,
     ) -> StateStore:
         """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
@@ -160,7 +143,7 @@ class StateStore:
         if found != owner:
             what = "no states" if found is None else f"states of {found!r}"
             raise NotThisModel(f"{folder} holds {what}, but {owner!r} was requested: name another folder")
-        return cls(folder, owner, with_control_folder(folder, config), faults)
+        return cls(folder, owner, with_control_folder(folder), faults)
 
     def take_space(self) -> None:
         """Take the space of the whole file, as far as it is not taken yet: what is in it stays. Raises StorageError."""
@@ -472,7 +455,7 @@ def _as_json(facts: dict[str, Any]) -> bytes:
 
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
     """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
-    store = StateStore(Path(folder), owner_of(folder), with_control_folder(Path(folder), None))
+    store = StateStore(Path(folder), owner_of(folder), with_control_folder(Path(folder)))
     try:
         return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _NOT_STATES}
     finally:
@@ -490,7 +473,7 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if owner is None:
         return {}
     open_stores.require_not_open(folder)
-    store = StateStore(folder, owner, with_control_folder(folder, None))
+    store = StateStore(folder, owner, with_control_folder(folder))
     try:
         kept = store.completed() or {}
         return kept.get("redo", kept).get("facts", {})

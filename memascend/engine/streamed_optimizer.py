@@ -13,7 +13,7 @@ from torch import nn
 
 from memascend.engine import loaded_states
 from memascend.engine.adam_settings import REFUSED, AdamSettings
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import no_scaler
 from memascend.engine.json_notes import to_json
 from memascend.engine.layout import numel_of_state

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from memascend.engine.blocks import ModelUnits
 from memascend.engine.buffers import weight_classes
 from memascend.engine.in_place_update import bytes_of
 from memascend.engine.layout import Kind, Layout, Piece, Unit, padded
 from memascend.engine.matrices import SLICES_AHEAD
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_files import control_bytes
 from memascend.engine.weights import WeightStream

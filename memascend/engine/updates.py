@@ -20,18 +20,18 @@ from typing import Any
 import torch
 
 from memascend.engine.adam_settings import AdamSettings
-from memascend.engine.blocks import NotStreamable, UnitWeights
 from memascend.engine.device import GradientCopies
+from memascend.engine.errors import NotStreamable
 from memascend.engine.job_thread import JobThread
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
+from memascend.engine.options import ARMS
 from memascend.engine.pieces import Gradients, PieceState, StepPieces
 from memascend.engine.square_sums import SquareSums
+from memascend.engine.unit_weights import UnitWeights
 from memascend.engine.weights import WeightStream
 from memascend.ops.adamw import ROUNDING_SEED, adamw_
 from memascend.ops.adamw8 import adamw8_, scales_shape
 from memascend.ops.threads import compute_alone
-
-ARMS = ("optimized", "naive", "none")
 
 
 class Updates:
@@ -41,6 +41,11 @@ class Updates:
     `settings(name)`: what a parameter is updated with. `gradients()`: the stream of gradients that wait; made when it
     is first asked for. `zero_missing`: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's
     flat groups; else it is left as it is, as torch.optim does. `copies`: brings the gradients of an accelerator.
+
+    Why one thread, and no more: reading, updating and writing of different pieces overlap, which hides the drive, while
+    a second thread of AdamW would take cores from backward's products. Why each piece has a state (`StepPieces`): its
+    gradient comes in several parts, maybe again in a later pass, and a unit's weights must not change while backward
+    still computes with them. So an update waits until the piece is complete, and weights are written when the unit is.
     """
 
     def __init__(

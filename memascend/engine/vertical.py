@@ -26,8 +26,8 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memascend.engine.blocks import NotStreamable
 from memascend.engine.device import Generators
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import Part, Unit
 from memascend.engine.module_state import ModuleState
 from memascend.ops.threads import end_team

@@ -31,6 +31,11 @@ class WeightStream:
 
     Tensors returned are views of the pool's memory, valid until the release (or the copy's event). The pool is the
     stream's alone.
+
+    Why a fetch waits where others would allocate: the pool is the memory that was planned, and host memory is what is
+    scarce. Why nothing waits with the lock held: the end of a transfer takes it, in another thread, to free the buffer
+    that is waited for. Why a buffer may outlive its key (`retiring`): a write or a copy still reads it, while the same
+    tensor may already be fetched anew.
     """
 
     def __init__(

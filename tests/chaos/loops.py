@@ -28,8 +28,8 @@ from torch import nn
 
 from memascend.activation.offload import offload_activations
 from memascend.engine import state_store, swap
+from memascend.engine.errors import InterruptedUpdate, NotThisModel
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import InterruptedUpdate, NotThisModel
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from memascend.engine import runtime
+from memascend.engine.errors import CommittedAfterAll
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.state_store import CommittedAfterAll
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.engine_tiers import DirectTier

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memascend.engine import state_store
-from memascend.engine.blocks import ModelUnits
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.storage.names import SCRATCH_PREFIX
@@ -67,7 +67,7 @@ CUT_OFF = (
     PROGRAM
     + r"""
 import os, random, signal
-from memascend.engine.blocks import ModelUnits
+from memascend.engine.model_units import ModelUnits
 
 calls, before, dies_at = [], 0, 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memascend import offload_activations
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.memory.ledger import Ledger

@@ -12,7 +12,7 @@ import torch
 
 from memascend import systems
 from memascend.cli import main
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_store import StateStore
 from memascend.engine.streaming import streaming

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from memascend.engine import runtime
-from memascend.engine.blocks import ModelUnits
 from memascend.engine.layout import ALIGNED_BYTES
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
@@ -104,10 +104,10 @@ def test_parameters_of_odd_sizes_are_aligned_and_train_to_the_same_bits(tmp_path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_home_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatch, dtype):
-    begun = runtime._units
+    begun = runtime.units_of
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
     with monkeypatch.context() as earlier:
-        earlier.setattr(runtime, "_units", lambda *args: begun(*args[:3], False))
+        earlier.setattr(runtime, "units_of", lambda *args: begun(*args[:3], False))
         engine = opened(ours, tmp_path / "session")
     assert all(unit.end == unit.numel for unit in engine.layout.units)
     train(ours, engine, range(2))

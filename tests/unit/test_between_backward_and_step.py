@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.options import EngineOptions
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model

@@ -1,9 +1,12 @@
 """Names of version 1.0 that have changed work as before, and say what to use."""
 
+import importlib
+
 import pytest
 
 import memascend
 from memascend.baselines.protocol import PlannedSystem
+from memascend.engine import errors
 from memascend.planner import Workload, model_spec
 
 
@@ -26,10 +29,13 @@ def test_torn_states_is_still_the_name_of_an_interrupted_update():
     assert "TornStates" not in memascend.__all__
 
 
-def test_the_module_of_states_may_still_be_called_home():
-    from memascend.engine import home, state_store
-
-    with pytest.warns(FutureWarning, match=r"engine\.home\.TornStates is now memascend\.engine\.state_store"):
-        assert home.TornStates is state_store.InterruptedUpdate
+@pytest.mark.parametrize(
+    ("module", "name", "now"),
+    [("home", "TornStates", "InterruptedUpdate"), ("blocks", "NotStreamable", "NotStreamable")],
+)
+def test_errors_are_still_found_in_the_modules_that_had_them(module, name, now):
+    old = importlib.import_module(f"memascend.engine.{module}")
+    with pytest.warns(FutureWarning, match=rf"engine\.{module}\.{name} is now memascend\.engine\.errors\.{now}"):
+        assert getattr(old, name) is getattr(errors, now)
     with pytest.raises(AttributeError, match="no attribute 'StateHome': it is"):
-        home.StateHome  # noqa: B018
+        old.StateHome  # noqa: B018

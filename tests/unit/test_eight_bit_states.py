@@ -6,11 +6,10 @@ import itertools
 import pytest
 import torch
 
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable, NotThisModel
 from memascend.engine.layout import Kind, UnitParameters, make_layout
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.state_store import NotThisModel
 from memascend.ops.adamw import ROUNDING_SEED
 from memascend.ops.adamw8 import AdamW8bit, decode_moments, rounding_bounds
 from tests.unit.test_streaming_engine import SETTINGS, assert_equal, batches, groups, model, streamed, train

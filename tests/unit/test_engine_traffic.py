@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine.blocks import ModelUnits
 from memascend.engine.layout import Kind
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
 from memascend.engine.traffic import RECORDS, folder_bytes, matrix_uses, step_traffic

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks, largest_list
+from memascend.engine.errors import NotStreamable
+from memascend.engine.find_blocks import find_blocks, largest_list
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.runtime import StreamingEngine
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator

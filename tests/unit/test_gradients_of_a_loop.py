@@ -14,7 +14,7 @@ from torch.nn.utils import (  # bound before any model is streamed, as most scri
 
 from memascend import EngineOptions, streaming
 from memascend.engine.adam_settings import AdamSettings
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import stored_gradient
 from memascend.engine.in_place_update import Redo
 from memascend.ops.adamw import AdamW

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from memascend.engine import in_place_update, state_store
+from memascend.engine.errors import NotThisModel
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.state_store import NotThisModel, StateStore
+from memascend.engine.state_store import StateStore
 from memascend.engine.streaming import streaming
 from memascend.engine.traffic import auxiliary_file_bytes
 from memascend.memory.ledger import Ledger

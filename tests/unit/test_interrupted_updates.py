@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memascend.engine import in_place_update, state_store
+from memascend.engine.errors import InterruptedUpdate
 from memascend.engine.options import EngineOptions
-from memascend.engine.state_store import InterruptedUpdate
 from memascend.engine.streaming import streaming
 from tests.killed import Loop
 from tests.unit import test_in_place_update as with_redo

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.mmap_tensors import TensorFile
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW

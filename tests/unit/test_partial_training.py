@@ -131,7 +131,7 @@ def test_a_step_that_is_given_up_leaves_frozen_and_trained_weights(tmp_path):
 
 @pytest.mark.parametrize("versions", [1, 2])
 def test_a_home_of_an_earlier_version_with_frozen_weights_among_the_others_goes_on(tmp_path, monkeypatch, versions):
-    begun = runtime._units
+    begun = runtime.units_of
 
     def whole(*args):
         units = begun(*args)
@@ -140,7 +140,7 @@ def test_a_home_of_an_earlier_version_with_frozen_weights_among_the_others_goes_
 
     ours, theirs, again = made(), made(), made(seed=9)
     with monkeypatch.context() as earlier:
-        earlier.setattr(runtime, "_units", whole)
+        earlier.setattr(runtime, "units_of", whole)
         engine = begin(ours, tmp_path / "session", versions=versions)
     train(ours, engine, range(2))
     engine.close()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from memascend import offload_activations
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable, NotThisModel
 from memascend.engine.options import EngineOptions
 from memascend.engine.state_files import StoreSpace
-from memascend.engine.state_store import NotThisModel, StateStore
+from memascend.engine.state_store import StateStore
 from memascend.engine.streaming import streaming
 from memascend.ops.adamw import AdamW
 from tests.unit.test_streaming_engine import SETTINGS, batches, model

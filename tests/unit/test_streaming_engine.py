@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine.blocks import ModelUnits, NotStreamable, find_blocks
+from memascend.engine.errors import NotStreamable, NotThisModel
+from memascend.engine.find_blocks import find_blocks
 from memascend.engine.layout import Kind, make_layout
 from memascend.engine.limit import Phase, Rates, limit_of
+from memascend.engine.model_units import ModelUnits
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
-from memascend.engine.state_store import NotThisModel
 from memascend.memory.ledger import Ledger, verify_by_address
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
@@ -348,7 +349,7 @@ def mixture():
     "options", [{}, {"arm": "none"}, {"arm": "naive"}, {"wait": True}, {"clip": 1e9}, {"versions": 1}], ids=str
 )
 def test_pieces_that_get_no_gradient_hold_no_slot_of_their_unit_s(tmp_path, monkeypatch, options):
-    monkeypatch.setattr("memascend.engine.runtime.WAIT_S", 20.0)
+    monkeypatch.setattr("memascend.engine.engine_state.WAIT_S", 20.0)
     ours, theirs = mixture(), mixture()
     engine = streamed(ours, tmp_path, piece_elements=1 << 16, **options)
     assert min(len(unit.pieces) for unit in engine.layout.units) > 2
@@ -365,7 +366,7 @@ def test_pieces_that_get_no_gradient_hold_no_slot_of_their_unit_s(tmp_path, monk
 
 
 def test_blocks_that_only_an_earlier_pass_of_the_step_went_through_hold_no_slot(tmp_path, monkeypatch):
-    monkeypatch.setattr("memascend.engine.runtime.WAIT_S", 20.0)
+    monkeypatch.setattr("memascend.engine.engine_state.WAIT_S", 20.0)
     ours, theirs = mixture(), mixture()
     engine = streamed(ours, tmp_path, piece_elements=1 << 16, accumulate=2)
     data = torch.randn(8, 300)

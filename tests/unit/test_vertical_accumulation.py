@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.layout import padded
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memascend import EngineOptions, streaming
-from memascend.engine.blocks import NotStreamable
+from memascend.engine.errors import NotStreamable
 from memascend.engine.module_state import ModuleState, ValuesAreGone
 from memascend.ops.adamw import AdamW
 

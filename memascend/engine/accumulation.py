@@ -1,0 +1,225 @@
+"""Several micro-batches of one step, side by side or one after the other (`memascend.engine.vertical`)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from memascend.engine.block_runtime import PassInProgress
+from memascend.engine.layout import Kind, Unit
+from memascend.engine.passes import PassRuntime
+from memascend.engine.side_by_side import IndependenceCheck, SideBySide, kind_of_call
+from memascend.engine.speculation import Beginning
+from memascend.engine.vertical import ORDERS, ForwardFootprint, Lanes, Route, cannot_be_carried_over
+from memascend.storage.interrupts import whole
+
+log = logging.getLogger("memascend")
+
+
+class Accumulation(PassRuntime):
+    """Micro-batches of a step, in the order that moves fewest bytes.
+
+    Side by side they see each other's changes to the model, which would change results. So the first call with a
+    function goes one after the other and is watched (`IndependenceCheck`); only what was independent then goes side by
+    side, on the same route through the blocks, and is checked again in each step before any gradient is used.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self._known: dict[Any, Route | str] = {}  # by function and modes: how to go side by side, or why not
+        self.accumulated: tuple[str, str] | None = None  # the order of the last call of `accumulate`, and why
+        super().__init__(*parts)
+        self._numbers_of_slices = {
+            unit.key: number for slices in self.units.matrices.values() for number, unit in enumerate(slices)
+        }
+
+    def accumulate(
+        self,
+        function: Callable[[Any], Any],
+        micro_batches: Iterable[Any],
+        *,
+        order: str = "vertical",
+        repeatable: bool = False,
+    ) -> list[Any]:
+        """`[function(each) for each in micro_batches]`, whose backward passes are all of this step.
+
+        `vertical`: where it can be, all of them pass a unit of weights before any goes on to the next; the first call
+        with a function, and those that cannot be, go one after the other. Gradients are equal to the bit. After an
+        error the current step is given up, and nothing runs any more. Raises what `function` raises, ValueError for
+        another order, RuntimeError for more passes than were announced, before any has begun.
+
+        `repeatable`: the function changes nothing but the model and draws no numbers but from torch's, NumPy's and
+        Python's own generators, and nobody looks at gradients before `finish_step`. So where all of a step's passes are
+        in this call, their gradients may be used before their norm is known, and all of them be done again where they
+        are to be clipped (`memascend.engine.speculation`); what they return is then the second pass's.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+        if self._together is not None or self._in_turn:
+            raise RuntimeError(
+                "accumulate was called inside the function of a micro-batch: call it once, with all of them"
+            )
+        batches = list(micro_batches)
+        self._require_usable()
+        if self.options.implicit_step and self._passes >= self.options.accumulate:
+            self.finish_step()
+        if self._passes + len(batches) > self.options.accumulate:
+            raise RuntimeError(
+                f"{len(batches)} micro-batches after {self._passes} backward passes of a step that was set to have "
+                f"{self.options.accumulate}: call optimizer.step() before them, or set their number per step "
+                "(accumulate=)"
+            )
+        begins = self._speculated(batches, order) if repeatable else None
+        results = self._in_order(function, batches, order)
+        if begins is not None and self._is_to_be_clipped():
+            begins.restore()
+            results = self._in_order(function, batches, order)
+        return results
+
+    def _in_order(self, function: Callable[[Any], Any], batches: Sequence[Any], order: str) -> list[Any]:
+        if order == "horizontal" or len(batches) < 2:
+            self.accumulated = "horizontal", "as asked for" if len(batches) > 1 else "one micro-batch"
+            return self._one_after_another(function, batches)
+        kind = kind_of_call(function, self.model)
+        known = self._known.get(kind)
+        why = self._not_vertical() or (known if isinstance(known, str) else None)
+        if why is not None:
+            if self.accumulated != ("horizontal", why):
+                log.info("memascend: micro-batches run one after the other: %s", why)
+            self.accumulated = "horizontal", why
+            return self._one_after_another(function, batches)
+        if known is None:
+            return self._looked_at(function, batches, kind)
+        self.accumulated = "vertical", "the micro-batches of the first step were independent"
+        return self._vertically(function, batches, known)
+
+    def _not_vertical(self) -> str | None:
+        if self.units.device.type != "cpu":
+            return f"micro-batches go side by side on the CPU alone, and {self.units.device} computes"
+        if self._swapping is not None:
+            return "activations are swapped"
+        if self._passes:  # sums begin with what waits
+            return "gradients of earlier passes of the step wait on the SSD: hand all micro-batches over in one call"
+        return cannot_be_carried_over()
+
+    def _one_after_another(self, function: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        self._in_turn = True
+        try:
+            return [function(each) for each in batches]
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        finally:
+            self._in_turn = False
+
+    def _looked_at(self, function: Callable[[Any], Any], batches: Sequence[Any], kind: Any) -> list[Any]:
+        """One after the other; from then on it is known whether and how they can go side by side."""
+        looking = self._looking = IndependenceCheck(ForwardFootprint(self.model, self.units.device))
+        try:
+            results = self._one_after_another(function, batches)
+        finally:
+            self._looking = None
+        routes, why = looking.routes, looking.why or looking.footprint.found()
+        if why is None and (len(routes) != len(batches) or any(route != routes[0] for route in routes)):
+            why = "they go through the blocks in different orders, or not once each"
+        self.accumulated = "horizontal", why or "the first step, in which they are looked at"
+        if why is not None:
+            log.info("memascend: micro-batches run one after the other: %s", why)
+        self._known[kind] = Route(routes[0]) if why is None else why
+        return results
+
+    def _vertically(self, function: Callable[[Any], Any], batches: Sequence[Any], route: Route) -> list[Any]:
+        alone, passes = self.at_work, [PassInProgress(number) for number in range(len(batches))]
+
+        def enter(number: int) -> None:
+            self.at_work = passes[number]
+
+        self._begin_pass()
+        for each in passes:
+            self._forwards += 1
+            each.begun = self._forwards
+        footprint = ForwardFootprint(self.model, self.units.device)
+        runs = [functools.partial(function, each) for each in batches]
+        lanes = Lanes(runs, route, enter=enter, leave=self._leave_unit)
+        self._together = SideBySide(lanes, footprint, len(batches), self.options.gradients)
+        try:
+            results = lanes.run()
+            self.at_work = alone
+            self._leave_unit()
+            self._profile.end_backward(passes=len(batches))
+            if any(each.got_gradients for each in passes):
+                for part, gradient in self._together.sums.take():
+                    self._use(part, gradient)
+                self._passes_end()
+            self._together = None
+        except BaseException as error:
+            self.at_work, self._together = alone, None
+            self._give_up_after(error)
+            raise
+        return results
+
+    def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
+        if self.in_block:
+            return
+        key, number = unit.matrix or unit.key, self._numbers_of_slices.get(unit.key, 0)
+        together = self._together
+        if together is None:
+            if self._looking is not None:
+                if self._visits is None:  # a part of the model is called alone
+                    self._begin_pass()
+                self._looking.at(key, number, forward=torch._C._current_graph_task_id() == -1)
+            return
+        if unit.kind is Kind.BLOCK:
+            together.enters_a_block(self.at_work.number)
+        together.lanes.reaches(key, number)
+        if needs_it and together.held is not unit:
+            self._leave_unit()
+            self.weights.take(unit)
+            together.held = unit
+            if unit.kind is Kind.BLOCK:
+                self._visits.append(unit.key)
+                if torch._C._current_graph_task_id() == -1:
+                    self._inputs.begin_group()
+
+    def _leave_unit(self) -> None:
+        """The weights that micro-batches side by side have used are needed no more."""
+        together = self._together
+        if together is not None and together.held is not None:
+            held, together.held = together.held, None
+            self.weights.give_back(held)
+
+    def _speculated(self, batches: Sequence[Any], order: str) -> Beginning | None:
+        """Decide whether the gradients of this step wait for their norm; if not, what it can be done again from."""
+        if self._passes or len(batches) != self.options.accumulate:
+            return None
+        side_by_side = order == "vertical" and self._not_vertical() is None
+        if not self.speculation.pays(1 if side_by_side else len(batches)):
+            return None
+        begins = Beginning(self.model, self.units.device)
+        if not begins.can_be_restored:
+            return None
+        self._speculates = True
+        self.speculation.speculated += 1
+        return begins
+
+    @whole
+    def _is_to_be_clipped(self) -> bool:
+        """After all passes of a step whose gradients did not wait: whether their norm is too large. Nothing of the step
+        stays then."""
+        if not self.updates.pending:
+            return False
+        try:
+            self.updates.finish_direct()
+            norm = self.updates.sums.norm(self.layout.order)
+            if not bool(torch.isfinite(norm)) or self._clipping(norm) == 1.0:
+                return False
+            self._take_back(written=True)
+            self._hooks.give_back_kept()
+        except BaseException as error:
+            self._give_up_after(error)
+            raise
+        self.speculation.done_again += 1
+        return True

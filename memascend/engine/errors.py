@@ -1,0 +1,28 @@
+"""Errors of the streaming engine. Each is one line that names the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class NotStreamable(ValueError):
+    """What the engine cannot train, with the fix."""
+
+
+class NotThisModel(ValueError):
+    """The folder holds the states of another model, or of other settings."""
+
+
+class InterruptedUpdate(ValueError):
+    """A step was cut off while it replaced the only version of its states."""
+
+    @classmethod
+    def of(cls, folder: Path) -> InterruptedUpdate:
+        return cls(
+            f"{folder}: a step was interrupted while it replaced the only version of the states, which are incomplete "
+            "(one version is kept, and no gradients to redo the step from): continue from the last checkpoint"
+        )
+
+
+class CommittedAfterAll(InterruptedUpdate):
+    """A step that could not be completed was."""

@@ -1,0 +1,81 @@
+"""Micro-batches of one step: whether they can go side by side, and what they share while they do (see `vertical`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memascend.engine.errors import NotStreamable
+from memascend.engine.layout import Unit
+from memascend.engine.vertical import ForwardFootprint, Lanes, SummedGradients
+
+
+class IndependenceCheck:
+    """At micro-batches one after the other: could they go side by side?"""
+
+    def __init__(self, footprint: ForwardFootprint) -> None:
+        self.footprint = footprint
+        self.why: str | None = None
+        self.routes: list[list[str]] = []  # keys that each pass reaches
+        self._number = 0
+
+    def at(self, key: str, number: int, *, forward: bool) -> None:
+        route = self.routes[-1]
+        again = bool(route) and route[-1] == key and number >= self._number
+        self._number = number
+        if not again:
+            route.append(key)
+            if forward and self.why is None:
+                self.why = self.footprint.found_midway()
+
+
+class SideBySide:
+    """Micro-batches that are in progress side by side."""
+
+    def __init__(self, lanes: Lanes, footprint: ForwardFootprint, count: int, dtype: torch.dtype) -> None:
+        self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
+        self.held: Unit | None = None  # whose weights stay until the last of them has left it
+        self.forwards_ended = self._backwards_begun = 0
+        self.footprint = footprint
+        self._in_blocks: set[int] = set()
+        self._visitors: dict[str, set[int]] = {}
+
+    def enters_a_block(self, number: int) -> None:
+        """NotStreamable where the beginnings of the forward passes were not independent."""
+        if number in self._in_blocks:
+            return
+        self._in_blocks.add(number)
+        if len(self._in_blocks) == self.count:
+            self._require_independence(self.footprint.found_midway())
+
+    def backward_begins(self) -> bool:
+        """Of one more; whether it is the first. NotStreamable where the forward passes were not independent."""
+        self._backwards_begun += 1
+        if self._backwards_begun == self.count:
+            self._require_independence(self.footprint.found())
+        return self._backwards_begun == 1
+
+    def _require_independence(self, why: str | None) -> None:
+        if why is not None:
+            raise NotStreamable(
+                f"micro-batches cannot run side by side here, as those of the first step could: {why}: run them one "
+                "after the other (order='horizontal')"
+            )
+
+    def all_visited(self, unit: Unit, number: int) -> bool:
+        """Whether backward has been through a unit in all of them, now that it has in `number`."""
+        visitors = self._visitors.setdefault(unit.key, set())
+        visitors.add(number)
+        return len(visitors) == self.count
+
+
+def kind_of_call(function: Callable[..., Any], model: nn.Module) -> Any:
+    """Calls that are alike do the same with the model, as far as that can be told beforehand."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", getattr(getattr(function, "__func__", None), "__code__", type(function)))
+    return code, tuple(module.training for module in model.modules())
