@@ -93,6 +93,7 @@ class Accumulation(PassRuntime):
             return self._one_after_another(function, batches)
         if known is None:
             return self._looked_at(function, batches, kind)
+        assert isinstance(known, Route)
         self.accumulated = "vertical", "the micro-batches of the first step were independent"
         return self._vertically(function, batches, known)
 
@@ -180,6 +181,7 @@ class Accumulation(PassRuntime):
             self.weights.take(unit)
             together.held = unit
             if unit.kind is Kind.BLOCK:
+                assert self._visits is not None
                 self._visits.append(unit.key)
                 if torch._C._current_graph_task_id() == -1:
                     self._inputs.begin_group()

@@ -45,7 +45,7 @@ _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState
 _OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typing", "dataclasses"})
 
 
-def _kind_of(of: type) -> ValueKind:
+def _kind_of(of: Any) -> ValueKind:
     if issubclass(of, torch.Tensor):
         return ValueKind.TENSOR
     if issubclass(of, _GENERATORS) and not issubclass(of, random.SystemRandom):  # which has no state

@@ -28,7 +28,9 @@ class BlockForward:
 
     @property
     def modules(self) -> list[nn.Module]:
-        return list(self._block().modules())
+        block = self._block()
+        assert block is not None
+        return list(block.modules())
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's own forward."""

@@ -95,7 +95,8 @@ class BlockRuntime:
         return tensor
 
     def bring_back(self, kept: Any) -> torch.Tensor:
-        return kept
+        tensor: torch.Tensor = kept
+        return tensor
 
     def left_by(self, stop: type[BaseException]) -> contextlib.AbstractContextManager[Any]:
         """Around a recomputation, which `stop` may end in the middle of modules that are not the block's own."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from threading import Condition, RLock
 
+import torch
+
 from memascend.engine.protocols import Completion, Event, Owner, Storage, Use
 from memascend.memory.pools import BufferPool, Lease, OnDemandBuffers
 from memascend.storage.interrupts import whole
@@ -61,6 +63,12 @@ class StreamEntry:
 
     def __repr__(self) -> str:
         return repr(self.key)
+
+    @property
+    def slot(self) -> torch.Tensor:
+        """The whole buffer."""
+        assert self.lease is not None
+        return self.lease.slot_tensor
 
     def is_quiet(self) -> bool:
         """Whether nothing reads or writes the buffer: neither the storage nor the device."""
@@ -176,7 +184,7 @@ class BufferTable:
         return entry
 
     def start_read(self, entry: StreamEntry, priority: int) -> None:
-        slot = entry.lease.slot_tensor
+        slot = entry.slot
         try:
             entry.read = self.storage.read(entry.key, slot, priority=priority)
         except BaseException:
@@ -197,8 +205,8 @@ class BufferTable:
             return None
         wanted = self.slot_numel(self.numels[key])
         if self._options.read_ahead_bytes is not None:
-            idle = [entry.lease.slot_tensor for entry in self.entries.values() if self.use(entry) is Use.IDLE]
-            dtype = (self.pool or self.staging).dtype
+            idle = [entry.slot for entry in self.entries.values() if self.use(entry) is Use.IDLE]
+            dtype = self._source.dtype
             if sum(slot.nbytes for slot in idle) + wanted * dtype.itemsize > self._options.read_ahead_bytes:
                 return None
         entry = self.lease(key)
@@ -245,13 +253,19 @@ class BufferTable:
     def slot_numel(self, numel: int) -> int:
         return -(-numel // self._options.slot_multiple) * self._options.slot_multiple
 
+    @property
+    def _source(self) -> BufferPool | OnDemandBuffers:
+        source = self.staging if self.pool is None else self.pool
+        assert source is not None
+        return source
+
     def lease(self, key: Hashable) -> StreamEntry | None:
         self.sweep()
         numel = self.numels[key]
         slot_numel = self.slot_numel(numel)
-        source = self.staging if self.pool is None else self.pool
-        if source is self.pool and self.extra is not None and slot_numel > self.pool.largest_numel:
+        if self.pool is not None and self.extra is not None and slot_numel > self.pool.largest_numel:
             return self.lease_extra(key)
+        source = self._source
         entry = StreamEntry(key, numel, source=source)
         entry.lease = source.lease(entry, numel, slot_numel)
         if entry.lease is None:
@@ -267,9 +281,10 @@ class BufferTable:
         return entry
 
     def lease_extra(self, key: Hashable) -> StreamEntry:
-        numel = self.numels[key]
-        entry = StreamEntry(key, numel, source=self.extra)
-        entry.lease = self.extra.lease(entry, numel, self.slot_numel(numel))
+        numel, extra = self.numels[key], self.extra
+        assert extra is not None
+        entry = StreamEntry(key, numel, source=extra)
+        entry.lease = extra.lease(entry, numel, self.slot_numel(numel))
         self.counts.extra_buffers += 1
         if self.counts.extra_buffers == 1:
             what = self._options.describe(key)
@@ -281,7 +296,7 @@ class BufferTable:
         return entry
 
     def _shares_a_class(self, entry: StreamEntry, numel: int) -> bool:
-        return entry.source is self.pool and self.pool.share_a_class(numel, entry.numel)
+        return self.pool is not None and entry.source is self.pool and self.pool.share_a_class(numel, entry.numel)
 
     def _take_a_copied_one(self, numel: int) -> None:
         for entry in self.entries.values():
@@ -336,6 +351,7 @@ class BufferTable:
             self._give_back(entry)
 
     def _give_back(self, entry: StreamEntry) -> None:
+        assert entry.source is not None
         entry.source.release(entry)
         entry.lease = None  # which holds the entry: a buffer of its own goes with its last view, not with a cycle
 

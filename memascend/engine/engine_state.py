@@ -81,8 +81,8 @@ class EngineState(HookedRuntime):
         )
         self._swapping: Swapping | None = None
         if options.swap is not None:
-            tier, device = self._auxiliary.swap_tier, units.device
-            self._swapping = Swapping(model, units.blocks, options.swap, tier, options.swap_room, allocator, device)
+            tier, room, device = self._auxiliary.swap_tier, int(options.swap_room), units.device
+            self._swapping = Swapping(model, units.blocks, str(options.swap), tier, room, allocator, device)
         self._heap = HeapTrimmer()
         self._kept_buffers = KeptBuffers(model, store)
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
@@ -109,6 +109,7 @@ class EngineState(HookedRuntime):
         for unit in layout.units:
             self._stream.register(unit.key, layout.unit_numel(unit))
             for piece in unit.pieces:
+                assert self._states is not None  # of a model of which anything trains
                 self._states.register(piece.key, layout.states_numel(piece))
         for tensor in self.buffers.streamed:
             store.register(tensor)
@@ -126,7 +127,8 @@ class EngineState(HookedRuntime):
             zero_missing=options.zero_missing,
             copies=gradients,
         )
-        self._inputs = KeptInputs(self.buffers, self._auxiliary.scratch, WAIT_S, inputs)
+        scratch: Any = self._auxiliary.scratch  # a tier, whose keys are texts
+        self._inputs = KeptInputs(self.buffers, scratch, WAIT_S, inputs)
 
     def _begin_counts(self) -> None:
         """Of steps and of the passes of the current one."""
@@ -235,7 +237,7 @@ class EngineState(HookedRuntime):
             link=link_rate(self.units.device),
             read=rates.read,
             write=rates.write,
-            room=self.options.swap_room,
+            room=int(self.options.swap_room),
         )
         decision = swapping.decide(
             measured,

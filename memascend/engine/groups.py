@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 Group = dict[str, Any]
 # As torch.optim's `param_groups`, or what returns those that hold now.
 Groups = Sequence[Group] | Callable[[], Sequence[Group]]
@@ -15,7 +13,7 @@ Groups = Sequence[Group] | Callable[[], Sequence[Group]]
 class GroupsNow:
     """Which group a parameter is in now. No group is kept: only its number, as long as its `params` are the same."""
 
-    def __init__(self, groups: Groups, names: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, groups: Groups, names: Mapping[Any, str]) -> None:
         self.now: Callable[[], Sequence[Group]] = groups if callable(groups) else lambda: groups
         self._names = names
         self._found: tuple[list[tuple[Any, int]], dict[str, int]] = [], {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +86,9 @@ class ModelUnits:
     ) -> UnitParameters:
         # A parameter of no elements has nothing to stream and nothing to train.
         each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters) if p.numel()]
-        return UnitParameters(key=key, kind=kind, parameters=each, rows_of=self.names.get(rows_of))
+        return UnitParameters(
+            key=key, kind=kind, parameters=each, rows_of=None if rows_of is None else self.names[rows_of]
+        )
 
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
         if module not in module_names:
@@ -132,7 +135,7 @@ class ModelUnits:
             looked_up = alone and not group[0].sparse and group[0].max_norm is None
             self.modules[key] = group
             sliceable = all(can_be_sliced(module) for module in group) and len({m.weight for m in group}) == 1
-            rows_of = group[0].weight if sliceable else None
+            rows_of: Any = group[0].weight if sliceable else None
             yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters, rows_of)
 
 

@@ -52,4 +52,4 @@ def in_use(folder: str | os.PathLike[str]) -> str:
 def _let_go_of_failed_backward() -> None:
     """Autograd holds what a failed backward pass has not come to, until the next pass of the thread begins."""
     with torch.inference_mode(False), torch.enable_grad():
-        torch.ones((), requires_grad=True).clone().backward()
+        torch.ones((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import weakref
 from typing import Any
 
@@ -68,9 +69,15 @@ class PassRuntime(GradientAccess):
             return
         # A backward pass begins here, and not inside of one that a checkpoint around several blocks runs.
         engine, generation = weakref.ref(self), self.generation
+
+        def begin(_: torch.Tensor) -> None:
+            runtime = engine()
+            assert runtime is not None
+            runtime.backward_begins(generation)
+
         for result in tensors_in(results):
             if result.requires_grad:
-                result.register_hook(lambda _: engine().backward_begins(generation))
+                result.register_hook(begin)  # type: ignore[no-untyped-call]
         together = self._together
         if together is not None:
             together.forwards_ended += 1
@@ -96,6 +103,7 @@ class PassRuntime(GradientAccess):
         if self._visits is None:  # a part of the model is called alone
             self._begin_pass()
         if self._together is None:
+            assert self._visits is not None
             self._visits.append(unit.key)
 
     @whole
@@ -198,7 +206,8 @@ class PassRuntime(GradientAccess):
 
 def _is_nested(model: nn.Module) -> bool:
     """In the model's forward pass: whether another one of it is in progress around it."""
-    frame, calls = sys._getframe(), 0
+    frame: types.FrameType | None = sys._getframe()
+    calls = 0
     while frame is not None:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
         frame = frame.f_back

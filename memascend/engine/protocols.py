@@ -18,7 +18,7 @@ class Completion(Protocol):
     def wait(self) -> object:
         """Until it has ended. Raises its failure, each time it is asked."""
 
-    def add_done_callback(self, function: Callable[[Completion], object]) -> object:
+    def add_done_callback(self, function: Callable[[Completion], None]) -> object:
         """Call `function(self)` when it has ended, in any thread; at once, maybe, where it has. It does not block."""
 
 

@@ -25,7 +25,7 @@ class RandomGenerator:
         raise NotImplementedError
 
     def has_drawn(self) -> bool:
-        return self.state() != self._then
+        return bool(self.state() != self._then)
 
     def restore(self) -> None:
         if self.has_drawn():
@@ -51,7 +51,8 @@ class NumpyGenerator(RandomGenerator):
         known, state = NumpyGenerator._known
         if known and memory == known:
             return state
-        name, key, position, *normal = numpy.random.get_state()
+        now: Any = numpy.random.get_state()
+        name, key, position, *normal = now
         state = name, key.tobytes(), position, *normal
         holds_all = memory == state[1] + position.to_bytes(4, sys.byteorder) and not normal[0]
         NumpyGenerator._known = (memory, state) if holds_all else (b"", None)
@@ -65,7 +66,7 @@ class NumpyGenerator(RandomGenerator):
 
 def _memory_of_numpy_generator() -> bytes:
     """Its 624 words and its position; nothing where it is not the usual one."""
-    generator = numpy.random.get_bit_generator()
+    generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937:
         return b""
     return ctypes.string_at(generator.ctypes.state_address, 625 * 4)

@@ -43,7 +43,8 @@ def save_on_a_node(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """They are the `saved_tensors` of its `grad_fn`, as long as it lives: up to torch 2.11 a node ends with its result,
     whoever else refers to it."""
     with torch.enable_grad():
-        return _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)
+        node: torch.Tensor = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
+    return node
 
 
 def left_by_ctrl_c(tensor: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def take_space(file: BinaryIO, path: Path, size: int) -> None:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+            raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror or "") from error
         if os.fstat(file.fileno()).st_size < size:
             _fill_with_zeros(file, path, size)  # a file system that takes no space beforehand
 
@@ -104,7 +104,7 @@ def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
             file.write(zeros[: size - begin])
         file.flush()
     except OSError as error:
-        raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror) from error
+        raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror or "") from error
 
 
 def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None:

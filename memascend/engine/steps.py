@@ -161,7 +161,9 @@ class StepRuntime(EngineState):
         if waited:
             updates.scale *= clipping
         if options.redoes:
-            self._auxiliary.gradients.flush()
+            gradients = self._auxiliary.gradients
+            assert gradients is not None  # something has come, and has been summed there
+            gradients.flush()
             settings = [self._settings(name) for name in self.steps]
             self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
         elif waited:
@@ -275,7 +277,9 @@ class StepRuntime(EngineState):
     def _complete_here(self) -> None:
         """As `resume` does, where nothing but an interrupt has cut the update off."""
         try:
-            self._complete(Redo(self.state_store.completed()["redo"]))
+            kept = self.state_store.completed()
+            assert kept is not None
+            self._complete(Redo(kept["redo"]))
         except BaseException as error:
             self._give_up_after(error)
             raise

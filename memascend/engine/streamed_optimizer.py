@@ -246,11 +246,13 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def facts(self) -> dict[str, Any]:
         """Kept with each step."""
-        if not isinstance(self._session.note, dict):
-            raise ValueError(f"session.note: a dict, got {self._session.note!r}")
+        session = self._session
+        assert session is not None
+        if not isinstance(session.note, dict):
+            raise ValueError(f"session.note: a dict, got {session.note!r}")
         names = self.engine.units.names
         groups = [{**_plain(group), "members": _members(group, names)} for group in self.param_groups]
-        return {"note": to_json(self._session.note), "groups": groups}
+        return {"note": to_json(session.note), "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = self.engine.units.names
@@ -280,7 +282,7 @@ def _checked_step(name: str, saved: dict[str, Any]) -> int:
     return int(step)
 
 
-def _members(group: dict[str, Any], names: Mapping[torch.Tensor, str]) -> str:
+def _members(group: dict[str, Any], names: Mapping[Any, str]) -> str:
     """Short for the names of a group's parameters."""
     return hashlib.sha256("\n".join(sorted(names[p] for p in group["params"])).encode()).hexdigest()[:16]
 
