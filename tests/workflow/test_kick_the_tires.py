@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from workflows import tidy
 from workflows.artifact import badge_checks, badges
 from workflows.artifact import kick_the_tires as tires
 from workflows.artifact.badges import AVAILABLE, FUNCTIONAL, LINES, Line
@@ -26,7 +26,8 @@ def line(name: str, command: str = "true", **more) -> Line:
 
 
 def checked(lines, folder, *, long=False, only=(), **more):
-    found = tires.check_all(lines, folder, dict(os.environ), (), long=long, only=only, **more)
+    env = tires.bare(folder / "home", folder / "venv")
+    found = tires.check_all(lines, folder, env, (), long=long, only=only, **more)
     return {each.name: each for each in found}
 
 
@@ -65,7 +66,7 @@ def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(
             line("piped", "false | cat"),
             line("after", needs=["bad"]),
             line("silent", "exit 4"),
-            line("here", "echo built $PWD/core.so"),
+            line("here", f"echo built $PWD/core.so, with {tmp_path}/venv/bin/python, in $HOME/.cache"),
             Line(name="doi", badge=AVAILABLE, says="it has a DOI", outside="no archive yet"),
         ],
         tmp_path,
@@ -78,7 +79,7 @@ def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(
     }
     assert found["good"].found == "3 passed"
     assert found["bad"].found == "broken"
-    assert found["here"].found == "built core.so"  # no folder of the machine
+    assert found["here"].found == "built core.so, with bin/python, in .cache"  # no folder of the machine
     assert found["after"].found == "it needs bad"
     assert found["silent"].found == "exit status 4, without a word"
     assert "[2/7] Functional, bad: not met, 0 s: broken" in capsys.readouterr().out
@@ -221,3 +222,33 @@ def test_an_exhibit_whose_runs_nobody_timed_is_named_with_the_way_to_note_them(m
     met, text = badge_checks.budgets()
     assert (met, text.partition(":")[0]) == (False, "cxl-fig04")
     assert "--times-only" in text
+
+
+def pools(factor: float) -> list[dict[str, str]]:
+    """Rows of Fig. 11 as runs of the twins leave them, with MemAscend's pool times a factor."""
+    gib = {
+        "Llama3.1-8B": (8.81, 2.36),
+        "Qwen2.5-7B": (9.14, 2.33),
+        "Qwen2.5-14B": (13.05, 3.6),
+        "Qwen2.5-32B": (13.05, 3.81),
+    }
+    common = {"exhibit_id": "memascend-fig11", "metric": "parameter buffer pool", "unit": "GiB", "lane": "measured"}
+    return [
+        {**dict.fromkeys(tidy.COLUMNS, ""), **common, "testbed": f"local/{model}-k1", "model": model}
+        | {"series": series, "value": str(value)}
+        for model, (whole, adaptive) in gib.items()
+        for series, value in ((tidy.AS_PUBLISHED, whole), ("MemAscend", factor * adaptive))
+    ]
+
+
+def test_an_exhibit_is_judged_by_its_own_table_and_not_met_where_it_deviates_without_a_reason(tmp_path, monkeypatch):
+    """Where one exhibit was drawn, no other has a table. Some claims on this one deviate for a committed reason."""
+    folder = tmp_path / "results/derived/exhibits"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for factor, expected in ((1.0, True), (3.0, False)):
+        tidy.write_table(pools(factor), folder / "memascend-fig11.csv")
+        met, text = badge_checks.reproduced("memascend-fig11")
+        assert met == expected, text
+        assert f"memascend-fig11-average {'reproduced' if expected else 'deviates'}" in text
+        assert "memascend-fig11-text-pool deviates" in text

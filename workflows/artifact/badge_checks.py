@@ -7,11 +7,9 @@ Run at the top of a checkout. Each prints one line that says what was found; the
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
@@ -116,28 +114,20 @@ def modelled() -> Found:
 
 
 def reproduced(exhibit: str) -> Found:
-    """The claims of one exhibit, decided from its own table: one is reproduced, none of what was measured deviates."""
+    """The claims of one exhibit, decided from its own table: one that was measured is reproduced, and none deviates but
+    for the reason that stands beside it."""
     table = Path("results/derived/exhibits", f"{exhibit}.csv")
     if not table.is_file():
         return False, f"{table} is missing: snakemake --cores all {exhibit}"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "claims.csv")
-        tables = Path(folder, "tables")
-        tables.mkdir()
-        (tables / table.name).write_bytes(table.read_bytes())
-        words = ["-m", "workflows.derive.claims", "--tables", str(tables), "--out", str(out)]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            return False, (done.stderr.strip().splitlines() or ["the claims could not be decided"])[-1]
-        with out.open(newline="") as file:
-            mine = [
-                line for line in csv.DictReader(file) if line["exhibit_id"] == exhibit and line["lane"] == "measured"
-            ]
-    count = Counter(line["verdict"] for line in mine)
-    said = "; ".join(
-        f"{line['claim_id']} {line['verdict']} ({float(line['value']):.4g})" for line in mine if line["value"]
-    )
-    return count["reproduced"] > 0 and not count["deviates"], f"measured here: {said or 'nothing'}"
+    from workflows.derive import claims
+
+    about = [claim for claim in registry.claims() if claim["exhibit_id"] == exhibit]
+    decided = claims.decide_all(about, table.parent)
+    mine = [verdict for verdict in decided if verdict.lane == "measured" and verdict.verdict in registry.DECIDED]
+    reproduced_ones = [verdict for verdict in mine if verdict.verdict == "reproduced"]
+    unexplained = [verdict for verdict in mine if verdict.verdict == "deviates" and not verdict.deviates_because]
+    said = "; ".join(f"{verdict.claim_id} {verdict.verdict} ({verdict.shown})" for verdict in mine)
+    return bool(reproduced_ones) and not unexplained, f"measured here: {said or 'nothing'}"
 
 
 CHECKS: dict[str, Callable[..., Found]] = {

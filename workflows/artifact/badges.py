@@ -48,7 +48,8 @@ LINES = (
         name="build",
         badge=FUNCTIONAL,
         says="it builds from its sources",
-        command="python setup.py -q egg_info build_ext --inplace && python -c 'import torch, memascend._C'",
+        command="python setup.py -q egg_info build_ext --inplace && "
+        """python -c 'import torch, memascend._C; print("built, and loads beside torch", torch.__version__)'""",
         minutes=20,
     ),
     Line(

@@ -107,7 +107,8 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
         said, _ = child.communicate()
     finally:
         end(child)  # also what it left behind, and after Ctrl-C
-    said = said.replace(f"{where}/", "")
+    for folder in (Path(env["PATH"].partition(":")[0]).parent, env["HOME"], where):  # no folder of the machine
+        said = said.replace(f"{folder}/", "")
     lines = [text.strip("= ") for text in said.splitlines() if text.strip("= ")]
     found = lines[-1][:LETTERS] if lines else f"exit status {child.returncode}, without a word"
     if late:
