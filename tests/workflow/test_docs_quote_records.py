@@ -9,6 +9,7 @@ import pytest
 from memascend.bench.rounds import ratios, spread
 from memascend.planner import Workload, model_spec, plan
 from workflows.cases import step_seconds
+from workflows.derive import claims
 from workflows.records import predicted_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -372,3 +373,18 @@ def test_the_14b_model_s_numbers_are_those_of_its_record():
     assert f"alone take {summary['compute_bound_s']:.1f} s" in page
     assert f"mixed rate {summary['drive_bound_s']:.1f} s" in page
     assert f"{summary['of_the_bound']:.2f} times the larger of the two" in page
+
+
+def test_the_table_of_mlp_offload_s_twins_is_what_the_claims_say():
+    folder = ROOT / "results/reference"
+    found = {each.claim_id: each for each in claims.read_verdicts(folder / "xeon-amx-2core/claims.csv")}
+    modelled = {each.claim_id: each for each in claims.read_verdicts(folder / "modelled/mlpoffload-claims.csv")}
+    page = (folder / "xeon-amx-2core/README.md").read_text()
+    lines = [line for line in page.splitlines() if "% (52B)" in line or "% (40B" in line]
+    names = ("fig07-iteration", "fig07-update", "fig14-all", "fig15-further", "fig15-overall")
+    order = [f"mlpoffload-{name}{alone}" for name in names for alone in ("", "-alone")]
+    for name, line in zip(order, lines, strict=True):
+        *_, measured, expected, printed, _ = (cell.strip() for cell in line.split("|"))
+        assert measured == f"{float(found[name].value):.2f}"
+        assert expected == f"{float(modelled[name].value):.2f}"
+        assert f"{printed} x" == found[name].expected
