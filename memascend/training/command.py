@@ -55,7 +55,8 @@ def add_export(commands: Any) -> None:
         "export",
         help="write the weights of a stopped or finished run as a folder that from_pretrained loads",
         description="Write a run's newest weights into a new folder, with configuration and tokenizer: from its "
-        "states on the SSD, tensor by tensor, or from its newest checkpoint, whichever is later.",
+        "states on the SSD, tensor by tensor, or from its newest checkpoint, whichever is later. Of a run that trains, "
+        "only checkpoints can be exported.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="folder of the run (--output of train)")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
@@ -63,6 +64,11 @@ def add_export(commands: Any) -> None:
         "--shard-size",
         metavar="BYTES",
         help="maximum size of a file of weights, such as 5GB; several files get an index (default 50GB)",
+    )
+    parser.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="export the newest checkpoint, also while the run trains (default: the newest step, of a stopped run)",
     )
     parser.set_defaults(run=_export)
 
@@ -177,7 +183,8 @@ def _export(options: argparse.Namespace) -> str:
     from memascend.training.export import SHARD_BYTES, export
 
     size = SHARD_BYTES if options.shard_size is None else parse_bytes(options.shard_size, "--shard-size")
-    return export(options.run_folder.absolute(), options.folder.absolute(), size)
+    run, folder = options.run_folder.absolute(), options.folder.absolute()
+    return export(run, folder, size, from_checkpoint=options.from_checkpoint)
 
 
 def _generate(options: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from memascend.storage.atomic_write import sync
 from memascend.training import checkpoint
 from memascend.training.checkpoint import Checkpoint
-from memascend.training.folder import RunFolder, missing_folders, remove_empty
+from memascend.training.folder import RunFolder, RunInUse, missing_folders, remove_empty
 from memascend.training.kept import kept_backend, kept_source, require_run
 from memascend.training.launch import read_prepared
 from memascend.training.progress import byte_count
@@ -30,38 +30,33 @@ _MARK = ".memascend-export"  # in what an export that is cut off leaves, which t
 INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
 
-def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
+def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_checkpoint: bool = False) -> str:
     """Write them into `target`, which is made and appears whole, also after a power cut; returns a line that says which
     step they are of. In files of at most `shard_bytes` of tensors each, or of one tensor; several have an index.
 
+    `from_checkpoint`: those of the newest checkpoint, while the run trains or not. Else a step whose update was cut off
+    is completed first.
+
     Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, where `target` is
     there already, or in the run's folder, and where the disk is full; OSError where it cannot be written otherwise.
-    After an error nothing is left. A step whose update was cut off is completed first.
+    After an error nothing is left.
     """
     folder = RunFolder(run)
     require_run(folder)
     target = Path(os.path.abspath(target))
-    if target.resolve().is_relative_to(run.resolve()):
-        raise ValueError(f"{target} is in the run's own folder: name one outside of {run}")
-    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not an empty folder: name a new one")
-    partial = target.with_name(f".{target.name}.partial")
-    is_foreign = partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir())
-    if is_foreign or partial.is_symlink() or (partial.exists() and not partial.is_dir()):
-        raise ValueError(
-            f"{partial} exists but was not left by an export: move it, or name a folder other than {target.name}"
-        )
+    partial = _require_target(run, target)
     made = missing_folders(target.parent)
-    with folder.held(resume=True):
-        found = [
-            each for each in checkpoint.listed(folder.checkpoints)[0] if (each.model / checkpoint.WEIGHTS).exists()
-        ]
-        newest = found[-1] if found else None
+    with contextlib.ExitStack() as ends:
+        if not from_checkpoint:
+            _hold(folder, ends)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             (partial / _MARK).touch()
-            step = _write(folder, newest, partial, shard_bytes)
+            if from_checkpoint:
+                step = _write_checkpoint(folder, partial, shard_bytes)
+            else:
+                step = _write(folder, partial, shard_bytes)
             written = list(partial.iterdir())
             nbytes = sum(path.stat().st_size for path in written)
             for path in (*written, partial):
@@ -82,8 +77,53 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> str:
     return f"step {step} of {run}: {byte_count(nbytes)} in {target}, for from_pretrained"
 
 
-def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_bytes: int) -> int:
+def _require_target(run: Path, target: Path) -> Path:
+    """Where the export is written first. ValueError where it may not be written."""
+    if target.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{target} is in the run's own folder: name one outside of {run}")
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not an empty folder: name a new one")
+    partial = target.with_name(f".{target.name}.partial")
+    is_foreign = partial.is_dir() and not (partial / _MARK).exists() and any(partial.iterdir())
+    if is_foreign or partial.is_symlink() or (partial.exists() and not partial.is_dir()):
+        raise ValueError(
+            f"{partial} exists but was not left by an export: move it, or name a folder other than {target.name}"
+        )
+    return partial
+
+
+def _hold(folder: RunFolder, ends: contextlib.ExitStack) -> None:
+    """Lock the run's folder until `ends` closes. ValueError, which names what can be exported, where it trains."""
+    try:
+        ends.enter_context(folder.held(resume=True))
+    except RunInUse as in_use:
+        if _newest_checkpoint(folder) is None:
+            raise
+        raise ValueError(f"{in_use}, or export its newest checkpoint with --from-checkpoint") from None
+
+
+def _newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
+    found = [each for each in checkpoint.listed(folder.checkpoints)[0] if (each.model / checkpoint.WEIGHTS).exists()]
+    return found[-1] if found else None
+
+
+def _write_checkpoint(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
+    """The newest checkpoint; its step. Its files are open before one is read: the run may remove them meanwhile."""
+    while (newest := _newest_checkpoint(folder)) is not None:
+        with contextlib.ExitStack() as ends:
+            try:
+                files = {path.name: ends.enter_context(path.open("rb")) for path in sorted(newest.model.iterdir())}
+            except FileNotFoundError:  # a newer one is there
+                continue
+            _require_room(partial, sum(os.fstat(file.fileno()).st_size for file in files.values()))
+            _copy({name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in files.items()}, partial, shard_bytes)
+        return newest.step
+    raise ValueError(f"{folder.root} has no checkpoint with weights yet: wait for one, or omit --from-checkpoint")
+
+
+def _write(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
     """The later of states and checkpoint; its step."""
+    newest = _newest_checkpoint(folder)
     backend = kept_backend(folder)
     kept = backend.kept_step() if backend is not None else None
     if backend is None or kept is None or (newest is not None and newest.step >= kept):
@@ -93,22 +133,20 @@ def _write(folder: RunFolder, newest: Checkpoint | None, partial: Path, shard_by
                     f"{folder.prepared} is missing: run memascend train --output {folder.root} --resume first"
                 )
             raise ValueError(f"{folder.root} has no weights yet: no step is kept, and there is no checkpoint")
-        _require_room(partial, sum(path.stat().st_size for path in newest.model.iterdir()))
-        _copy(newest.model, partial, shard_bytes)
-        return newest.step
+        return _write_checkpoint(folder, partial, shard_bytes)
     if kept == 0:
         raise ValueError(f"{folder.root} has no weights yet: no step of it was completed")
     return _from_states(backend, folder, partial, shard_bytes)
 
 
-def _copy(model: Path, partial: Path, shard_bytes: int) -> None:
-    """Of a checkpoint. The weights come last: a folder without them is refused by whoever loads it."""
+def _copy(files: dict[str, Path], partial: Path, shard_bytes: int) -> None:
+    """Of a checkpoint, by name. The weights come last: a folder without them is refused by whoever loads it."""
     from memascend.storage.tensor_file import TensorFileReader, TensorLayout, tensor_spans
 
-    weights = model / checkpoint.WEIGHTS
-    for path in sorted(model.iterdir()):  # copytree raises an error without a number where the disk is full
+    weights = files[checkpoint.WEIGHTS]
+    for name, path in files.items():  # copytree raises an error without a number where the disk is full
         if path != weights:
-            shutil.copy(path, partial)
+            shutil.copy(path, partial / name)
     layouts = [TensorLayout(name, dtype, shape) for name, (dtype, shape, _, _) in tensor_spans(weights).items()]
     if len(_shards(layouts, shard_bytes)) == 1:
         shutil.copy(weights, partial / checkpoint.WEIGHTS)

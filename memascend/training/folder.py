@@ -34,6 +34,10 @@ class InUse(Exception):
     """Another process holds the lock; the text is what the lock file says about it."""
 
 
+class RunInUse(ValueError):
+    """A run's folder that another process has locked; the message says who."""
+
+
 class Lock:
     """A held flock on `folder/run.lock`; released by `close` or by the end of the process."""
 
@@ -169,7 +173,7 @@ class RunFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.root, alone=True)
         except InUse as user:
-            raise ValueError(f"{self.root} is in use by {user}; wait for it, or name another folder") from None
+            raise RunInUse(f"{self.root} is in use by {user}; wait for it, or name another folder") from None
         except OSError as error:
             raise ValueError(f"cannot write into {self.root}: {error.strerror}; name a folder with --output") from None
         return lock

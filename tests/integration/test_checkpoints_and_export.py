@@ -319,8 +319,32 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     (tmp_path / "there" / "file").touch()
     assert "exists and is not an empty folder" in refusal(capsys, "export", runs / "full", tmp_path / "there")
     with RunFolder(runs / "full").held(resume=True):
-        assert "is in use by" in refusal(capsys, "export", runs / "full", tmp_path / "model")
+        said = refusal(capsys, "export", runs / "full", tmp_path / "model")
+        assert "is in use by" in said
+        assert "or export its newest checkpoint with --from-checkpoint" in said
+    with RunFolder(runs / "none").held(resume=True):
+        said = refusal(capsys, "export", runs / "none", tmp_path / "model")
+        assert "is in use by" in said
+        assert "--from-checkpoint" not in said
+    said = refusal(capsys, "export", runs / "none", tmp_path / "model", "--from-checkpoint")
+    assert "has no checkpoint with weights yet: wait for one, or omit --from-checkpoint" in said
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_newest_checkpoint_of_a_run_that_trains_is_exported_also_if_the_run_removes_it(runs, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "full", run)
+    wanted = exported(runs / "full", tmp_path / "wanted")
+    copy = export._copy
+
+    def after_the_run_has_removed_it(*given):
+        shutil.rmtree(RunFolder(run).checkpoints)
+        return copy(*given)
+
+    monkeypatch.setattr(export, "_copy", after_the_run_has_removed_it)
+    with RunFolder(run).held(resume=True):
+        export.export(run, tmp_path / "model", from_checkpoint=True)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), wanted)
 
 
 @pytest.mark.parametrize(
