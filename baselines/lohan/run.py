@@ -120,7 +120,7 @@ def _layout_of(
         key = f"block {tensor.block}" if tensor.block is not None else module
         looked_up = ("embed" in module or module.endswith(("wte", "wpe"))) and len(tensor.shape) == 2
         shared = tied and tensor is tensors[0]
-        outside = Kind.LOOKED_UP if looked_up and not shared else Kind.HELD
+        outside = Kind.LOOKED_UP if looked_up and not shared else Kind.RESIDENT
         kinds[key] = outside if tensor.block is None else Kind.BLOCK
         modules.setdefault(key, []).append((tensor.name, tensor.shape, True))
         if tensor.block is None and len(tensor.shape) == 2:  # embeddings, and the head

@@ -176,10 +176,10 @@ class Accumulation(PassRuntime):
         if unit.kind is Kind.BLOCK:
             together.enters_a_block(self.at_work.number)
         together.lanes.reaches(key, number)
-        if needs_it and together.held is not unit:
+        if needs_it and together.in_use is not unit:
             self._leave_unit()
             self.weights.take(unit)
-            together.held = unit
+            together.in_use = unit
             if unit.kind is Kind.BLOCK:
                 assert self._visits is not None
                 self._visits.append(unit.key)
@@ -189,9 +189,9 @@ class Accumulation(PassRuntime):
     def _leave_unit(self) -> None:
         """The weights that micro-batches side by side have used are needed no more."""
         together = self._together
-        if together is not None and together.held is not None:
-            held, together.held = together.held, None
-            self.weights.give_back(held)
+        if together is not None and together.in_use is not None:
+            used, together.in_use = together.in_use, None
+            self.weights.give_back(used)
 
     def _speculated(self, batches: Sequence[Any], order: str) -> Beginning | None:
         """Decide whether the gradients of this step wait for their norm; if not, what it can be done again from."""

@@ -26,7 +26,7 @@ class StreamStatistics:
     """Counts since the stream was made, and the pool's fallbacks.
 
     `hits`: fetches that found the tensor in memory or on its way; `misses`: those that had to start its read.
-    `denied`: read-ahead for which there was no room; `evicted`: tensors that were read ahead and lost their buffer
+    `denied`: read-ahead for which there was no space; `evicted`: tensors that were read ahead and lost their buffer
     unused; `taken`: buffers taken from tensors that the device has a copy of; `extra_buffers`: buffers made because no
     slot could be had; `fallbacks`: slots of a larger class, `fallback_wasted_bytes` the largest waste of one of them.
     """
@@ -200,7 +200,7 @@ class BufferTable:
         return leaving or key in self.failed_writes or (there is not None and bool(there.writes))
 
     def start_ahead(self, key: Hashable) -> StreamEntry | None:
-        """Read a tensor that has no buffer, if there is room without taking anything that is wanted."""
+        """Read a tensor that has no buffer, if there is space without taking anything that is wanted."""
         if self.seeking or self._has_writes(key):  # what comes free belongs to the fetch that waits
             return None
         wanted = self.slot_numel(self.numels[key])
@@ -275,7 +275,7 @@ class BufferTable:
             what = self._options.describe(key)
             self._options.warn(
                 f"memascend: {what} ({numel} elements) has no class of its own in the buffer pool: it "
-                f"lies in {entry.lease.class_name} and wastes {entry.lease.wasted_bytes} bytes there; size the pool "
+                f"is in {entry.lease.class_name} and wastes {entry.lease.wasted_bytes} bytes there; size the pool "
                 "from the model that is trained"
             )
         return entry
@@ -304,7 +304,7 @@ class BufferTable:
                 self._lose(entry, Use.COPIED)
                 return
 
-    def make_room(self, numel: int, keep: Collection[Hashable]) -> StreamEntry | None:
+    def make_space(self, numel: int, keep: Collection[Hashable]) -> StreamEntry | None:
         """A tensor on its way out whose slot will do: to be waited for."""
         for entry in self.retiring:
             if self._shares_a_class(entry, numel):

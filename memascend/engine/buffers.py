@@ -48,7 +48,7 @@ def weight_classes(layout: Layout, blocks_in_flight: int) -> list[PoolClass]:
     for numel, count in slices.items():  # the last one of a matrix may be smaller, and comes alone
         alone = count == sum(numel == each for each in last.values())
         counts[numel] += 1 if alone else min(count, SLICES_IN_FLIGHT)
-    counts.update(layout.unit_numel(unit) for unit in layout.units if unit.kind in (Kind.HELD, Kind.LOOKED_UP))
+    counts.update(layout.unit_numel(unit) for unit in layout.units if unit.kind in (Kind.RESIDENT, Kind.LOOKED_UP))
     return [PoolClass(f"unit-{numel}", numel, counts[numel]) for numel in sorted(counts, reverse=True)]
 
 

@@ -38,7 +38,7 @@ class TierContents:
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
         weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes per
-        block of 32 beside them: `memascend.ops.adamw8.decode_moments` reads these."""
+        block of 32 next to them: `memascend.ops.adamw8.decode_moments` reads these."""
         self.require_completed_step()
         layout, keys = self._layout, dict.fromkeys(("master", *self._layout.state_names))
         numel = sum(part.numel for unit in layout.units for part in unit.parts if part.name == name)
@@ -119,7 +119,7 @@ class TierContents:
             for number, part in enumerate(unit.parts):
                 places.setdefault(part.name, []).append((unit, number))
         stream = self._weights.stream
-        held: Unit | None = None
+        current: Unit | None = None
         try:
             for name in places if order is None else order:
                 self.require_completed_step()  # a step may have begun, or the process forked, since the one before
@@ -127,18 +127,18 @@ class TierContents:
                 if unit.kind is Kind.SLICE:
                     yield name, self._joined([unit for unit, _ in places[name]])
                     continue
-                if unit is not held:
-                    with uninterrupted:  # what is held is released once
-                        if held is not None:
-                            before, held = held, None
+                if unit is not current:
+                    with uninterrupted:  # what is in use is released once
+                        if current is not None:
+                            before, current = current, None
                             stream.release(before.key)
                         (slot,) = stream.fetch([unit.key])
-                        held = unit
+                        current = unit
                 part = unit.parts[number]
                 yield name, slot[part.first : part.first + part.numel].view(part.shape)
         finally:
-            if held is not None:
-                stream.release(held.key)
+            if current is not None:
+                stream.release(current.key)
 
     def fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str = "", *, recurse: bool = True
@@ -168,7 +168,7 @@ class TierContents:
         """A sliced parameter in the memory of a file, which the kernel can take back."""
         parts = [unit.parts[0] for unit in slices]
         file = TensorFile(self._folder, [sum(part.numel for part in parts) * self._layout.weights.itemsize])
-        whole = file.room(self._layout.weights, (sum(part.shape[0] for part in parts), parts[0].shape[1]))
+        whole = file.allocate(self._layout.weights, (sum(part.shape[0] for part in parts), parts[0].shape[1]))
         for unit, part in zip(slices, parts, strict=True):
             (slot,) = self._weights.stream.fetch([unit.key])
             whole.view(-1)[part.offset : part.offset + part.numel].copy_(slot[: part.numel])

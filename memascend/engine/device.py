@@ -1,6 +1,6 @@
 """The device that a streamed model computes on, and what is copied between its memory and the host's.
 
-On the CPU weights are computed with where they lie. An accelerator gets copies of them, on a stream of their own beside
+On the CPU weights are used where they are. An accelerator gets copies of them, on a stream of their own next to
 what it computes: a unit's slot of device memory is filled when what used it before has been computed, and computing
 goes on when it is there. Gradients come back the same way. Nobody waits but for memory that is used again.
 """
@@ -118,7 +118,7 @@ class DeviceWeights:
         self._copies, self._dtype = copies, layout.weights
         self._planned = Counter({each.numel: each.count for each in weight_classes(layout, BLOCKS_ON_DEVICE)})
         self._free: dict[int, deque[tuple[torch.Tensor, Any]]] = defaultdict(deque)
-        self._held: dict[str, torch.Tensor] = {}
+        self._in_use: dict[str, torch.Tensor] = {}
 
     def bring(self, key: str, host: torch.Tensor) -> Any:
         """A copy of a unit's slot is in `tensor(key)` for what is computed from here on; the event is reached when the
@@ -129,16 +129,16 @@ class DeviceWeights:
             target, after = torch.empty(numel, dtype=self._dtype, device=self._copies.device), self._copies.mark()
         else:
             target, after = self._free[numel].popleft()
-        self._held[key] = target
+        self._in_use[key] = target
         return self._copies.to_device(host, target, after)
 
     def tensor(self, key: str) -> torch.Tensor:
-        return self._held[key]
+        return self._in_use[key]
 
     def give_back(self, key: str) -> None:
         """What has been given to the current stream still has it."""
-        if (held := self._held.pop(key, None)) is not None:
-            self._free[held.numel()].append((held, self._copies.mark()))
+        if (copy := self._in_use.pop(key, None)) is not None:
+            self._free[copy.numel()].append((copy, self._copies.mark()))
 
 
 class GradientCopies:

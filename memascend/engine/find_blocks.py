@@ -15,7 +15,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     The outermost lists count: those inside of a layer, such as its experts, are parts of it. But a list of different
     models that are lists of layers themselves (towers, the stages of a UNet) is looked into. Small lists of single
-    modules beside the largest one, and lists that share parameters with anything outside of them, stay whole. Lists of
+    modules next to the largest one, and lists that share parameters with anything outside of them, stay whole. Lists of
     one layer count where there is no other.
     """
     lists = _lists_of_layers(model, 2) or _lists_of_layers(model, 1)

@@ -27,7 +27,7 @@ from memascend.storage.interrupts import whole
 
 
 class HookedRuntime(BlockRuntime):
-    """What the hooks ask of the engine, beside what blocks and matrices do."""
+    """What the hooks ask of the engine, besides what blocks and matrices do."""
 
     def model_begins(self, *_: Any) -> None:
         """Before the model's forward pass."""
@@ -48,7 +48,7 @@ class HookedRuntime(BlockRuntime):
 
 class ModelHooks:
     """Of one engine on its model. Blocks are streamed, sliced matrices computed over; other modules have their weights
-    from before their forward pass to its end, held ones until backward has ended."""
+    from before their forward pass to its end, resident ones until backward has ended."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ModelHooks:
     ) -> None:
         self._weights, self._profile, self._units = weights, profile, units
         self._runtime = weakref.ref(runtime)
-        self._kept: dict[str, Unit] = {}  # held units whose backward has not come
+        self._kept: dict[str, Unit] = {}  # resident units whose backward has not come
         self._undo: list[Callable[[], None]] = []
         self.matrices: list[StreamedRows] = []
         for key, slices in units.matrices.items():
@@ -117,7 +117,7 @@ class ModelHooks:
 
     @whole
     def give_back_kept(self) -> None:
-        """Units that were held for a backward pass, which has come or will not."""
+        """Units that stayed for a backward pass, which has come or will not."""
         while self._kept:
             self._weights.give_back(self._kept.popitem()[1], lend=True)
 
@@ -137,7 +137,7 @@ class ModelHooks:
         self.outside.end_cut_off()
         self._end_inside(0)
         for unit in self._units.layout.units:
-            while unit.kind is Kind.BLOCK and self._weights.is_held(unit):
+            while unit.kind is Kind.BLOCK and self._weights.is_in_use(unit):
                 self._weights.give_back(unit)
 
     def _end_inside(self, depth: int) -> None:
@@ -173,11 +173,11 @@ class ModelHooks:
         return release
 
     def _release(self, unit: Unit) -> None:
-        """A forward pass has ended. Held units stay for their backward pass, where there will be one."""
-        if unit.kind is Kind.HELD and torch.is_grad_enabled():
+        """A forward pass has ended. Resident units stay for their backward pass, where there will be one."""
+        if unit.kind is Kind.RESIDENT and torch.is_grad_enabled():
             self.keep(unit)
         else:
-            self._weights.give_back(unit, lend=unit.kind is Kind.HELD)
+            self._weights.give_back(unit, lend=unit.kind is Kind.RESIDENT)
 
     def keep(self, unit: Unit) -> None:
         """A use of the unit lasts until backward has ended."""

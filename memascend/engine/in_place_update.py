@@ -1,11 +1,11 @@
-"""One version of the states, where the disk has no room for two: a step that a kill cuts off can be done again.
+"""One version of the states, where the disk has no space for two: a step that a kill cuts off can be done again.
 
 All gradients of a step are on the tier, with the settings that they are used with, before the first state is replaced.
 From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
-states in one commit, from the gradients that are still there. It takes a version, the gradients, and room for the units
+states in one commit, from the gradients that are still there. It takes a version, the gradients, and space for units
 in flight; a step writes and reads the gradients once more.
 
-Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in room for two units.
+Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in space for two units.
 A kill meanwhile leaves them incomplete, and training goes on from a checkpoint.
 """
 
@@ -49,7 +49,7 @@ def versions_for(
     released: int = 0,
 ) -> Versions:
     """Two where they fit, else one; what `options` ask for is that. No space is taken: `StateStore.create` does that.
-    `auxiliary_bytes`: of the other files beside two versions, such as that of gradients, which are in the store with
+    `auxiliary_bytes`: of the other files next to two versions, such as that of gradients, which are in the store with
     one version. `released`: bytes of the disk that are given back as the store is filled."""
     asked = options.versions if options.redo else 1
     two, one = (bytes_of(layout, count, options.gradients, options.state_slots, redo=options.redo) for count in (2, 1))
@@ -87,7 +87,7 @@ def store_space(layout: Layout, versions: int, gradients: torch.dtype, slots: in
 
 
 class GradientsInStore:
-    """A storage for the stream of gradients: what an update can be done again from lies with the states, parts of sums
+    """A storage for the stream of gradients: what an update is redone from is stored with the states, parts of sums
     on `scratch()`."""
 
     def __init__(self, store: StateStore, scratch: Callable[[], Storage], keys: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""One thread that works beside backward, in order, and whose failure the training thread raises."""
+"""One thread that works during backward, in order, and whose failure the training thread raises."""
 
 from __future__ import annotations
 

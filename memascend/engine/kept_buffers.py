@@ -1,4 +1,4 @@
-"""A model's persistent buffers (running averages, code books) beside its states: kept with each step that changes them.
+"""A model's persistent buffers (running averages, code books) with its states: kept with each step that changes them.
 
 Buffers stay in memory while a model is trained. Without this a run that goes on in another process would have those
 that the model was made with.
@@ -18,7 +18,7 @@ from memascend.engine.state_files import in_chunks
 from memascend.engine.state_store import StateStore
 
 log = logging.getLogger("memascend")
-_ROOM_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors
+_SPACE_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors
 
 
 class KeptBuffers:
@@ -26,12 +26,12 @@ class KeptBuffers:
 
     def __init__(self, model: nn.Module, store: StateStore) -> None:
         self._model, self._store = model, store
-        self._room = 0  # bytes of one version
+        self._reserved = 0  # bytes of one version
         self._digest: bytes | None = None  # of what the store has
 
     def begin(self) -> None:
         """In a new store: what they are now goes there with the first commit."""
-        self._room = room_bytes(self._model)
+        self._reserved = buffer_space_bytes(self._model)
         self.write_changed()
 
     def restore(self) -> None:
@@ -48,7 +48,7 @@ class KeptBuffers:
                     next(iter(here)),
                 )
             return
-        self._room = in_chunks(len(raw))
+        self._reserved = in_chunks(len(raw))
         kept = torch.load(io.BytesIO(raw), weights_only=True)
         if others := sorted(kept.keys() ^ here.keys()):
             log.warning(
@@ -68,19 +68,19 @@ class KeptBuffers:
 
     def write_changed(self) -> None:
         """To the store, with its next commit, where any has changed since the last one."""
-        if not self._room or (digest := _digest(self._model)) == self._digest:
+        if not self._reserved or (digest := _digest(self._model)) == self._digest:
             return
         out = io.BytesIO()
         torch.save({name: buffer.detach().cpu().clone() for _, name, buffer in persistent_buffers(self._model)}, out)
-        if out.tell() > self._room:
+        if out.tell() > self._reserved:
             log.warning(
                 "memascend: the model's buffers take %d bytes by now, and %d were kept for them: a run that goes on "
                 "later has them as the model is made",
                 out.tell(),
-                self._room,
+                self._reserved,
             )
             self._store.write_buffers(None)
-            self._room = 0
+            self._reserved = 0
             return
         self._store.write_buffers(out.getbuffer())
         self._digest = digest
@@ -90,10 +90,10 @@ class KeptBuffers:
         self._digest = None
 
 
-def room_bytes(model: nn.Module) -> int:
+def buffer_space_bytes(model: nn.Module) -> int:
     """Of one version in a store; none where a model has no persistent buffer."""
     sizes = [buffer.nbytes for _, _, buffer in persistent_buffers(model)]
-    return in_chunks(sum(sizes) + 1024 * len(sizes) + _ROOM_TO_GROW) if sizes else 0
+    return in_chunks(sum(sizes) + 1024 * len(sizes) + _SPACE_TO_GROW) if sizes else 0
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

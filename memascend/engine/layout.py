@@ -1,4 +1,4 @@
-"""How a model lies on the tier: units that stream as a whole, pieces whose states are updated together.
+"""How a model is divided on the tier: units that stream as a whole, pieces whose states are updated together.
 
 A *unit* is what is in memory at once: a block, or a module outside of the blocks (embedding, head, last norm). Its
 weights are one tensor on the tier. A *piece* is a run of a unit's trained elements whose optimizer states are one
@@ -27,7 +27,7 @@ UNIT_BYTES = 4096
 PIECE_ELEMENTS = 1 << 24
 # A parameter begins where its memory would in torch: kernels choose by that, and another one has other last digits.
 ALIGNED_BYTES = 64
-# The fixed steps of the native sum of squares (unscale.cpp): cuts lie on them, so that norms keep their order of sums.
+# The fixed step of the native sum of squares (unscale.cpp): cuts are multiples of it, so norms keep their order of sums.
 SUM_ELEMENTS = 1 << 16
 
 
@@ -35,7 +35,7 @@ class Kind(Enum):
     """When a unit's weights are in memory."""
 
     BLOCK = "block"  # in forward, and again in backward for the recomputation
-    HELD = "held"  # from forward until its gradients have been used: head, norms
+    RESIDENT = "resident"  # from forward until its gradients have been used: head, norms
     LOOKED_UP = "looked up"  # in forward alone: backward of an embedding needs none
     SLICE = "slice"  # while its rows are at work, in forward and again in backward
 
@@ -148,7 +148,7 @@ class Layout:
     is in front of them (LoHan, Table II: P16, P32 + OS32). States of torch.int8 stand for those of
     `memascend.ops.adamw8`: the weights are the only master, and a piece's states are bytes, codes of both moments and
     then the scales of each run's blocks (arXiv 2110.02861). Blocks are the parameter's own, whatever it is cut into:
-    cuts lie on `SUM_ELEMENTS`.
+    cuts are multiples of `SUM_ELEMENTS`.
     """
 
     units: tuple[Unit, ...]
@@ -192,20 +192,20 @@ class Layout:
 
     def states_numel(self, piece: Piece) -> int:
         """Elements of all states of a piece, which follow one another, in whole units of direct I/O."""
-        return padded(sum(self._state_room(piece, state) for state in self.state_names), self.stored_states)
+        return padded(sum(self._state_span(piece, state) for state in self.state_names), self.stored_states)
 
     def state_places(self, piece: Piece) -> Iterator[tuple[Run, dict[str, slice]]]:
         """Each run, and where in the piece's states its own are."""
         place, begins = 0, {}
         for state in self.state_names:
             begins[state] = place
-            place += self._state_room(piece, state)
+            place += self._state_span(piece, state)
         for run in piece.runs:
             numels = {state: numel_of_state(state, run.numel) for state in begins}
             yield run, {state: slice(begin, begin + numels[state]) for state, begin in begins.items()}
             begins = {state: begin + numels[state] for state, begin in begins.items()}
 
-    def _state_room(self, piece: Piece, state: str) -> int:
+    def _state_span(self, piece: Piece, state: str) -> int:
         """Elements from the beginning of a piece's state to that of the next one: codes and scales go out as one, and
         begin on `ALIGNED_BYTES`."""
         numel = sum(numel_of_state(state, run.numel) for run in piece.runs)
@@ -306,7 +306,7 @@ def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int, step: 
     name, (height, width), trained = matrix
     rest = [each for each in unit.parameters if each is not matrix]
     if rest:
-        yield _unit(UnitParameters(key=unit.key, kind=Kind.HELD, parameters=rest), first, limit, step)
+        yield _unit(UnitParameters(key=unit.key, kind=Kind.RESIDENT, parameters=rest), first, limit, step)
     for begin in range(0, height, rows):
         end, offset = min(begin + rows, height), begin * width
         part = Part(name, (end - begin, width), 0, first[name] + offset if trained else -1, offset)
@@ -334,12 +334,12 @@ def _pieces(key: str, trained: Sequence[Part], limit: int) -> tuple[Piece, ...]:
 def _cut(parts: Sequence[Part], limit: int) -> list[list[Run]]:
     """Whole parameters together while they fit; larger ones cut at multiples of `limit`."""
     pieces: list[list[Run]] = []
-    held = limit
+    filled = limit
     for part in parts:
-        if held + part.numel > limit or part.numel > limit:
+        if filled + part.numel > limit or part.numel > limit:
             pieces += [[Run(part, b, min(b + limit, part.numel))] for b in range(0, part.numel, limit)]
-            held = part.numel if part.numel <= limit else limit
+            filled = part.numel if part.numel <= limit else limit
         else:
             pieces[-1].append(Run(part, 0, part.numel))
-            held += part.numel
+            filled += part.numel
     return pieces

@@ -20,7 +20,7 @@ from torch import nn
 from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_folder import StoredTensor
 
-_PAGES = "_memascend_pages"  # of a parameter: the `_Pages` that its values lie in
+_PAGES = "_memascend_pages"  # of a parameter: the `_Pages` that its values are in
 _STORED = "_memascend_stored"  # of a parameter without values: the tensor of a file that has them
 
 
@@ -36,7 +36,7 @@ class _Pages:
 class MmapValues:
     """Values of parameters in a file in `folder` that goes with the last of them. A context, in which more are taken.
 
-    Raises OSError where the disk has no room. Not thread-safe.
+    Raises OSError where the disk has no space. Not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,7 +99,7 @@ def release(parameter: nn.Parameter, first: int, numel: int) -> None:
     if pages is not None:
         begin, end = (element * parameter.element_size() for element in (first, first + numel))
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end < len(pages.map):  # else nothing lies behind it on its last page
+        if end < len(pages.map):  # else nothing is behind it on its last page
             end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             pages.map.madvise(mmap.MADV_REMOVE if pages.releasable else mmap.MADV_DONTNEED, begin, end - begin)

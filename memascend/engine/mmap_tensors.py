@@ -24,7 +24,7 @@ class TensorFile:
     """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last of them.
 
     Each tensor has a storage of its own, so that what is saved of one is that one. Raises OSError, which says so, where
-    the disk has no room.
+    the disk has no space.
     """
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
@@ -42,10 +42,10 @@ class TensorFile:
             ) from None
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy, of the same shape. ValueError where there is no room left for it."""
-        return self.room(values.dtype, values.shape).copy_(values)
+        """A copy, of the same shape. ValueError where there is no space left for it."""
+        return self.allocate(values.dtype, values.shape).copy_(values)
 
-    def room(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """For values of the caller's. ValueError where there is none left."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         end = self._place + nbytes

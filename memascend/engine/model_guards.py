@@ -1,4 +1,4 @@
-"""What is done to a streamed model beside calling it: right where it can be, and one line where it cannot.
+"""What is done to a streamed model besides calling it: right where it can be, and one line where it cannot.
 
 Its parameters are empty while they are not at work, so torch's own methods would save, copy or convert NaN. Each module
 that holds streamed parameters, or has one below it, gets these methods in the place of its class's, until `close`:
@@ -207,7 +207,7 @@ def require_not_streamed(model: nn.Module) -> None:
 
 
 def require_own_memory(model: nn.Module) -> None:
-    """NotStreamable where two parameters, or a parameter and a buffer or another tensor of a module, lie in one memory:
+    """NotStreamable where two parameters, or a parameter and a buffer or another tensor of a module, share memory:
     the engine moves each by itself, and what is changed of one would no longer be seen in the other. Parameters that
     stand for values in files have one element for all of theirs, and are no matter."""
     found: dict[int, tuple[torch.Tensor, str, bool]] = {}

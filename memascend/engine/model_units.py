@@ -136,7 +136,7 @@ class ModelUnits:
             self.modules[key] = group
             sliceable = all(can_be_sliced(module) for module in group) and len({m.weight for m in group}) == 1
             rows_of: Any = group[0].weight if sliceable else None
-            yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.HELD, parameters, rows_of)
+            yield self._describe(key, Kind.LOOKED_UP if looked_up else Kind.RESIDENT, parameters, rows_of)
 
 
 def _streamable_dtype(model: nn.Module, names: Mapping[nn.Parameter, str], states: torch.dtype) -> torch.dtype:
@@ -248,7 +248,7 @@ def whole_in_memory(layout: Layout) -> str:
     sizes = {
         unit.key: unit.numel * layout.weights.itemsize
         for unit in layout.units
-        if unit.kind in (Kind.HELD, Kind.LOOKED_UP)
+        if unit.kind in (Kind.RESIDENT, Kind.LOOKED_UP)
     }
     if not sizes:
         return ""

@@ -1,4 +1,4 @@
-"""What a forward pass depends on and changes beside parameters: its modules' buffers and attributes, and the generators
+"""What a forward pass depends on and changes besides parameters: its modules' buffers, attributes, and the generators
 of random numbers that are not torch's own (Python's, NumPy's, any in an attribute)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A new store for a model, with as many versions of its states as the disk has room for; or one of an earlier run."""
+"""A new store for a model, with as many versions of its states as the disk has space for; or one of an earlier run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def create_state_store(
     buffers: int = 0,
     released: int = 0,
 ) -> tuple[StateStore, EngineOptions, str]:
-    """(the store, the options with the number of versions, why so many), with room for so many bytes of the model's
+    """(the store, the options with the number of versions, why so many), with space for so many bytes of the model's
     buffers. `released`: see `StateStore.create`. Raises StorageError, ValueError."""
     auxiliary_bytes = auxiliary_file_bytes(layout, replace(options, versions=2, redo=True))
     chosen = versions_for(folder, layout, options, auxiliary_bytes=auxiliary_bytes, released=released)

@@ -1,6 +1,6 @@
 """A block's operators: what they cost, and results that are put in their place when the block is computed again.
 
-Only products are looked at (matrix products and attention): all others cost nothing beside them (LoHan, Eq. 6). A
+Only products are looked at (matrix products and attention): all others cost nothing next to them (LoHan, Eq. 6). A
 result that was kept is what the recomputation would have made, to the bit; it goes on through autograd like that.
 """
 

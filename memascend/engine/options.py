@@ -45,8 +45,8 @@ class EngineOptions:
         blocks_in_flight: slots in host memory for blocks of one size, at least 1.
         piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but
             no more than 16.8 million.
-        versions: of the states on the tier: 2, or 1 with the step's gradients beside it
-            (`memascend.engine.in_place_update`). None: two if the disk has room for them.
+        versions: of the states on the tier: 2, or 1 with the step's gradients next to it
+            (`memascend.engine.in_place_update`). None: two if the disk has space for them.
         redo: with one version, whether a step that a kill cuts off can be done again. Else its gradients do not wait
             for that, and a kill in the middle of a step leaves incomplete states (`InterruptedUpdate`); so do an error
             in a backward pass that uses gradients as they come, and a gradient that is infinite or NaN there.
@@ -98,7 +98,7 @@ class EngineOptions:
         elements = self.piece_elements is None or _is_whole(self.piece_elements, 1)
         self._require("piece_elements", elements, "a whole number, at least 1, or None")
         count = self.versions is None or (_is_whole(self.versions, 1) and self.versions <= 2)
-        self._require("versions", count, "1 or 2, or None for what the disk has room for")
+        self._require("versions", count, "1 or 2, or None for what the disk has space for")
         if not self.redo and self.versions == 2:
             raise ValueError("EngineOptions.redo: False requires versions=1, got versions=2: leave one out")
         self._require_swap()

@@ -42,7 +42,7 @@ class OutsideUse:
         self._units = {
             parameter: unit
             for unit in weights.units.layout.units
-            if unit.kind in (Kind.HELD, Kind.LOOKED_UP)
+            if unit.kind in (Kind.RESIDENT, Kind.LOOKED_UP)
             for _, parameter in weights.units.pairs(unit)
         }
         self._found: dict[bool, dict[str, Unit]] = {True: {}, False: {}}  # in passes with a graph, and without

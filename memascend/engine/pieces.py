@@ -91,7 +91,7 @@ class StepPieces:
             return len(record.gradients) == len(piece.runs)
 
     def takes_no_more(self, piece: Piece, part: tuple[str, int]) -> bool:
-        """Whether a gradient of that part would come too late, or beside another one of this pass."""
+        """Whether a gradient of that part would come too late, or as a second one in this pass."""
         record = self._records[piece.key]
         return record.state not in _TAKES or part in record.gradients
 

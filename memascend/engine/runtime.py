@@ -36,7 +36,7 @@ from memascend.engine.device import synchronize
 from memascend.engine.engine_state import RELEASED
 from memascend.engine.groups import Groups
 from memascend.engine.in_place_update import Redo, store_space
-from memascend.engine.kept_buffers import room_bytes
+from memascend.engine.kept_buffers import buffer_space_bytes
 from memascend.engine.mmap_parameters import releasable_bytes
 from memascend.engine.model_guards import (
     left_empty,
@@ -104,7 +104,7 @@ class StreamingEngine(Accumulation):
         units = units_of(model, blocks, options)
         released = releasable_bytes(model.parameters(), folder)
         store, options, why = create_state_store(
-            folder, units.layout, options, faults, buffers=room_bytes(model), released=released
+            folder, units.layout, options, faults, buffers=buffer_space_bytes(model), released=released
         )
         try:
             engine = cls(model, units, store, groups, options, allocator or PageAlignedPinnedAllocator())

@@ -1,6 +1,6 @@
 """Whether a block's recomputation repeats its forward pass: samples of what autograd saves in both are compared.
 
-What a forward pass may depend on beside arguments, parameters, buffers and known generators of random numbers has no
+What a forward pass may depend on besides arguments, parameters, buffers and known generators of random numbers has no
 limit (a counter of a class, a generator in a closure, a file), so the result is looked at in the place of the causes:
 `torch.utils.checkpoint`'s `determinism_check` does the same with shapes, dtypes and devices alone. What changes no
 tensor that autograd saves is not found.

@@ -24,7 +24,7 @@ from memascend.storage.completion import Promise, RequestCancelled
 from memascend.storage.interrupts import whole
 from memascend.storage.tensor_parts import TensorPartsWriter
 
-WEIGHTS = "weights"  # beside the states' names: a parameter's own values
+WEIGHTS = "weights"  # besides the states' names: a parameter's own values
 
 
 @dataclass(frozen=True)

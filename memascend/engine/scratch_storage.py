@@ -1,4 +1,4 @@
-"""What an engine keeps on the tier beside the states: gradients that wait, inputs of blocks, swapped activations."""
+"""What an engine keeps on the tier besides the states: gradients that wait, inputs of blocks, swapped activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the sl
 class AuxiliaryTiers:
     """Files in the store's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
 
-    `redoes`: gradients lie with the states, since a step can be done again from them. Also books the bounce buffers of
+    `redoes`: gradients are stored with the states, so that a step can be redone. Also books the bounce buffers of
     all these engines, the store's among them, which are not the allocator's.
     """
 

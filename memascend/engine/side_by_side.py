@@ -38,7 +38,7 @@ class SideBySide:
 
     def __init__(self, lanes: Lanes, footprint: ForwardFootprint, count: int, dtype: torch.dtype) -> None:
         self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
-        self.held: Unit | None = None  # whose weights stay until the last of them has left it
+        self.in_use: Unit | None = None  # whose weights stay until the last of them has left it
         self.forwards_ended = self._backwards_begun = 0
         self.footprint = footprint
         self._in_blocks: set[int] = set()

@@ -1,7 +1,7 @@
 """Clipping without waiting: gradients are used as they come, and a step whose norm turns out too large is done again.
 
 Where the norm is within the limit nothing is to be clipped, and the step is one without clipping. Where it is not, what
-was written is taken back, since the version before lies on the tier until a step is completed, and forward and backward
+was written is taken back, since the last version is on the tier until a step is completed, and forward and backward
 are done once more, with gradients that wait for their norm. The bits are those of waiting in any case. Source:
 SuperOffload (arXiv 2509.21271), speculation and validation, here on the SSD.
 
@@ -106,7 +106,7 @@ class Speculation:
 
 
 class Beginning:
-    """Of a step that may have to be done again: what its passes change and draw beside gradients."""
+    """Of a step that may have to be done again: what its passes change and draw besides gradients."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._state, self._numbers = ModuleState(list(model.modules())), Generators(device)

@@ -19,7 +19,7 @@ from memascend.storage.shared_memory import control_file_bytes
 
 FILE = "states"  # in the store's folder
 CHUNK_BYTES = 16 << 10  # unit of space: half of it is lost with each tensor, on average
-META_BYTES = 1 << 20  # room for the facts of a step
+META_BYTES = 1 << 20  # space for the facts of a step
 _FIXED_BYTES = 1 << 20  # superblocks, and what the store rounds up
 _LOG_BYTES_PER_KEY = 1024  # of each half: a record takes some 150, and a step writes all of them
 _ZEROS_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class StoreSpace:
 
 
 def control_bytes(size: int) -> int:
-    """Of the control file beside a store's file of `size` bytes, while it is open."""
+    """Of the control file next to a store's file of `size` bytes, while it is open."""
     return control_file_bytes(size, CHUNK_BYTES)
 
 

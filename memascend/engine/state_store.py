@@ -57,7 +57,7 @@ _DEAD_S = 30.0  # a killed process holds its space until the kernel has taken do
 
 
 class StateStore:
-    """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing may run beside.
+    """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing else may run with.
 
     Why one file with a log and not a file per tensor: a step replaces thousands of tensors, and all of them must appear
     at once or not at all. One commit record does that; a rename per tensor does not.
@@ -79,7 +79,7 @@ class StateStore:
         self._is_open = True  # not where it could not be opened again
         self._unread = {key for key, _ in self._tier.engine.items()} - _NOT_STATES  # of an earlier process
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
-        self._room_bytes: int | None = None
+        self._spare_bytes: int | None = None
         self._replacing = threading.Lock()
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
         self._facts: dict[str, Any] = {}  # of the last completed step
@@ -104,7 +104,7 @@ class StateStore:
 
         `owner`: what the states are of; whoever opens them says the same. `released`: bytes on the same file system
         that the caller gives back while it fills the store; where there are any, space is taken by what is written, and
-        the rest by `take_space`. Raises StorageError where there is no room, with nothing left behind, and ValueError
+        the rest by `take_space`. Raises StorageError where there is no space, with nothing left behind, and ValueError
         for a folder that holds something.
         """
         folder = Path(folder)
@@ -203,11 +203,11 @@ class StateStore:
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
         self.make_way(key)
-        if self._room_bytes is None or self._tier.size_of(str(key)) is None:
+        if self._spare_bytes is None or self._tier.size_of(str(key)) is None:
             return self._tier.write(str(key), tensor, priority=priority)
         with self._replacing:
             size = in_chunks(tensor.nbytes)
-            self._make_room(size)
+            self._make_space(size)
             written = self._tier.write(str(key), tensor, priority=priority)
             self._replaced.append((size, written))
         return written
@@ -237,7 +237,7 @@ class StateStore:
         return size
 
     def read_part(self, key: str, tensor: torch.Tensor, offset: int) -> None:
-        """Bytes of a snapshot's tensor from `offset` on; they are there on return. Any thread, also beside `commit` and
+        """Bytes of a snapshot's tensor from `offset` on; they are there on return. Any thread, also during `commit` and
         `roll_back`. Raises StorageError, also for a tensor that is damaged, where it was not compared since the store
         was opened."""
         with self._parts:
@@ -249,17 +249,17 @@ class StateStore:
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
-    def replace_within(self, room_bytes: int) -> None:
-        """From here on there is room for so many bytes of second versions: a step that writes more is committed in
+    def replace_within(self, spare_bytes: int) -> None:
+        """From here on there is space for so many bytes of second versions: a step that writes more is committed in
         parts, and from the first of them to its `commit` the states are partial (`InterruptedUpdate`). Before the next
         write."""
-        self._room_bytes = room_bytes
+        self._spare_bytes = spare_bytes
 
-    def _make_room(self, size: int) -> None:
+    def _make_space(self, size: int) -> None:
         used = sum(each for each, _ in self._replaced)
-        if used + size <= self._room_bytes:
+        if used + size <= self._spare_bytes:
             return
-        while self._replaced and (used + size > self._room_bytes or self._replaced[0][1].done()):
+        while self._replaced and (used + size > self._spare_bytes or self._replaced[0][1].done()):
             each, written = self._replaced.popleft()
             written.wait()
             used -= each
@@ -335,7 +335,7 @@ class StateStore:
         self._compares = False
         self._reopen()
 
-    def require_room_for(self, facts: dict[str, Any]) -> None:
+    def require_space_for(self, facts: dict[str, Any]) -> None:
         """ValueError where `commit` could not keep `facts`: they are no JSON, or more than `META_BYTES` (1 MiB)."""
         _as_json(facts)
 
@@ -344,7 +344,7 @@ class StateStore:
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
 
     def write_buffers(self, raw: bytes | memoryview | None) -> None:
-        """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The room for two
+        """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The space for two
         versions is `StoreSpace.slack`."""
         if raw is None:
             self._tier.erase(_BUFFERS)
@@ -401,7 +401,7 @@ class StateStore:
         """Forget what was not committed. Nothing may be in flight. A commit that was interrupted is the completed step
         if the folder holds it. Raises InterruptedUpdate where that is not the whole of a step, or where the drive has
         kept a commit that it had said to have failed in."""
-        if self._partial and self._room_bytes is not None and self._committing is None:
+        if self._partial and self._spare_bytes is not None and self._committing is None:
             raise InterruptedUpdate.of(self.folder)
         facts, partial, begun = self._facts, self._partial, self._committing
         self._reopen()
@@ -410,7 +410,7 @@ class StateStore:
             self._facts, self._partial, self._committing = begun, False, None
             return
         self._committing = None
-        if partial and self._room_bytes is not None:
+        if partial and self._spare_bytes is not None:
             raise InterruptedUpdate.of(self.folder)
         if not partial and (self.completed() or {}) != facts:
             raise CommittedAfterAll(

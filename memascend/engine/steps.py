@@ -123,7 +123,7 @@ class StepRuntime(EngineState):
         """
         self._require_no_function("optimizer.step()")
         self._require_whole()
-        self.state_store.require_room_for(self._record(facts or {}, ahead=1))
+        self.state_store.require_space_for(self._record(facts or {}, ahead=1))
         try:
             self.updates.raise_failure()
             if self.at_work.backward_begun:
@@ -181,7 +181,7 @@ class StepRuntime(EngineState):
         return float(norm / self.scale)
 
     def _clipping(self, norm: torch.Tensor) -> float:
-        """What gradients are divided by beside the loss scale."""
+        """What gradients are divided by besides the loss scale."""
         return max(1.0, (float(norm) / self.scale + 1e-6) / self._clip) if self._clip > 0 else 1.0
 
     def _count_step(self) -> None:
@@ -226,7 +226,7 @@ class StepRuntime(EngineState):
         self._kept_steps = dict(self.steps)
 
     def _record(self, facts: dict[str, Any], redo: dict[str, Any] | None = None, *, ahead: int = 0) -> dict[str, Any]:
-        """What a commit keeps beside the states, `ahead` steps from now."""
+        """What a commit keeps besides the states, `ahead` steps from now."""
         steps = [step + ahead for step in self.steps.values()]
         whole = {"steps": steps, "versions": self.options.versions, "facts": facts}
         if self.options.replaces_without_redo:
@@ -238,7 +238,7 @@ class StepRuntime(EngineState):
     def _update_in_parts(self, redo: Redo) -> None:
         """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
         all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
-        self.state_store.require_room_for(self._record({}, all_done))
+        self.state_store.require_space_for(self._record({}, all_done))
         self._unfinished = _CUT_OFF
         self._kept_buffers.write_changed()
         self._commit({}, redo)

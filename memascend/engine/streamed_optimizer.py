@@ -179,7 +179,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with "master" beside the moments of 16-bit parameters; with 8-bit moments as
+        """As torch.optim.AdamW's, with "master" next to the moments of 16-bit parameters; with 8-bit moments as
         `AdamW8bit`'s, codes and "scales" of uint8. Views of a file that goes with the last of them."""
         engine, names = self.engine, self._names()
         engine.require_completed_step()

@@ -175,7 +175,7 @@ class streaming:
 
         Raises:
             ValueError: for what cannot be done, before anything has moved.
-            StorageError: where the disk has no room.
+            StorageError: where the disk has no space.
             MemoryError: for host buffers.
             RuntimeError: no model was named, or there is an optimizer already.
 
@@ -206,10 +206,7 @@ class streaming:
             self._start(made, chosen)
         made.attach(self)
         self._made = weakref.ref(made)
-        if chosen.waits or chosen.accumulate > 1:
-            norm = "their norm" if chosen.clip > 0 or chosen.wait else "the end of backward"
-            why = "those of the step's other passes" if chosen.accumulate > 1 else norm
-            log.info("memascend: gradients wait on the SSD for %s: one more write and read of them per step", why)
+        _say_why_gradients_wait(chosen)
         return made
 
     def _start(self, made: StreamedAdamW, options: EngineOptions) -> None:
@@ -392,6 +389,13 @@ def _chosen(options: EngineOptions | None, **named: Any) -> EngineOptions:
     if not isinstance(options, EngineOptions):
         raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
     return dataclasses.replace(options, **{name: value for name, value in named.items() if value is not None})
+
+
+def _say_why_gradients_wait(options: EngineOptions) -> None:
+    if options.waits or options.accumulate > 1:
+        norm = "their norm" if options.clip > 0 or options.wait else "the end of backward"
+        why = "those of the step's other passes" if options.accumulate > 1 else norm
+        log.info("memascend: gradients wait on the SSD for %s: one more write and read of them per step", why)
 
 
 @contextlib.contextmanager

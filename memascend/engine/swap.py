@@ -1,7 +1,7 @@
 """Traffic-aware activation swapping (LoHan, IV-D): the first iteration is profiled, then it is decided by a rule.
 
 Inputs of blocks wait on the tier in any case. Of what the products inside of blocks leave, the chosen results go to
-host memory as far as there is room and to the SSD otherwise, through the activation cache; the others are computed
+host memory as far as there is space and to the SSD otherwise, through the activation cache; the others are computed
 again. Gradients are those of computing all of it again, to the bit.
 """
 

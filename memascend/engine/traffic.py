@@ -143,7 +143,7 @@ class _Replay:
         for unit in layout.units:
             self._stream.register(unit.key, layout.unit_numel(unit))
         self._blocks = [unit.key for unit in _blocks(layout)]
-        self._held = [unit.key for unit in layout.units if unit.kind is Kind.HELD]
+        self._resident = [unit.key for unit in layout.units if unit.kind is Kind.RESIDENT]
         self._looked_up = [[unit.key] for unit in layout.units if unit.kind is Kind.LOOKED_UP]
         self._heads: list[list[str]] = []  # slices by their matrix
         for matrix, slices in itertools.groupby(layout.units, key=lambda unit: unit.matrix):
@@ -158,8 +158,8 @@ class _Replay:
         self._stream.read_ahead([*self._blocks, *reversed(self._blocks)])
         self._visit(*self._looked_up, self._blocks)
         if not self._kept:
-            self._stream.fetch(self._held)  # until the last backward pass has ended
-            self._kept = self._held
+            self._stream.fetch(self._resident)  # until the last backward pass has ended
+            self._kept = self._resident
         self._visit(*self._heads)
         between = self._storage.read_bytes
         self._visit(*self._heads, self._blocks[::-1])
@@ -232,7 +232,7 @@ def gradients_wait(layout: Layout, options: EngineOptions, uses: Mapping[str, Ma
 def auxiliary_tensor_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> list[int]:
-    """Of each tensor in the file beside the states, in the order in which they come; empty: there is no such file."""
+    """Of each tensor in the auxiliary file, in the order in which they come; empty: there is no such file."""
     found = []
     if options.checkpoints == "tier" and input_numel:
         found += [padded(input_numel, layout.weights) * layout.weights.itemsize] * len(_blocks(layout))
@@ -255,7 +255,7 @@ def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Un
 def folder_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
-    """What the store's folder takes on its disk while training goes on: the states' file, the one beside it, and the
+    """What the store's folder takes on its disk while training goes on: the states' file, the auxiliary one, and the
     control file of each."""
     versions = options.versions or 2
     states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)
@@ -266,7 +266,7 @@ def folder_bytes(
 def auxiliary_file_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
-    """Of the file beside the states, for gradients that wait and inputs of blocks, and of its control file."""
+    """Of the auxiliary file, for gradients that wait and inputs of blocks, and of its control file."""
     found = auxiliary_tensor_bytes(layout, options, input_numel=input_numel, uses=uses)
     return scratch_file_bytes(found) if found else 0
 

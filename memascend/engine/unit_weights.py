@@ -72,8 +72,8 @@ class UnitWeights:
     def leave_children_none(cls) -> None:
         """In a child, right after the fork."""
         for weights in list(cls._all):
-            for held in [unit for unit in weights.units.layout.units if weights.is_held(unit)]:
-                weights.empty(held)
+            for used in [unit for unit in weights.units.layout.units if weights.is_in_use(unit)]:
+                weights.empty(used)
 
     def require_own_process(self) -> None:
         """RuntimeError in a fork of the process that trains the model."""
@@ -109,7 +109,7 @@ class UnitWeights:
         return [(parameter.data_ptr(), parameter._version) for _, parameter in self.units.pairs(unit)]
 
     def refusal_of_change(self, unit: Unit) -> NotStreamable | None:
-        """Where a forward pass has written to the weights of a unit that is held, or has put others in their place:
+        """Where a forward pass has written to the weights of a unit in use, or has put others in their place:
         what it has changed goes with their memory. Changes through `.data` in place are not seen."""
         was, now = self._marks[unit.key], self._mark(unit)
         if was == now:
@@ -123,7 +123,7 @@ class UnitWeights:
 
     def _fetch(self, unit: Unit) -> None:
         (slot,) = self.stream.fetch([unit.key])
-        if self._on_device is not None and not self.is_held(unit):
+        if self._on_device is not None and not self.is_in_use(unit):
             try:
                 self.stream.copying(unit.key, self._on_device.bring(unit.key, slot))
             except BaseException:
@@ -131,7 +131,7 @@ class UnitWeights:
                 raise
 
     def values(self, unit: Unit) -> torch.Tensor:
-        """All of a unit that is held, flat, on the device."""
+        """All of a unit in use, flat, on the device."""
         stream = self.stream if self._on_device is None else self._on_device
         return stream.tensor(unit.key)
 
@@ -152,7 +152,7 @@ class UnitWeights:
     def is_referred_to(self, unit: Unit) -> bool:
         """Whether a tensor outside refers to the memory in which the unit's weights were, though nobody holds them.
         Unknown, and False, on devices without DLPack."""
-        if self.is_held(unit) or not self._views(unit):
+        if self.is_in_use(unit) or not self._views(unit):
             return False
         gc.collect()  # what a circle of Python objects has kept
         return bool(self._views(unit))
@@ -175,7 +175,7 @@ class UnitWeights:
             del self._lent[unit.key]
             self.give_back(unit)
 
-    def is_held(self, unit: Unit) -> bool:
+    def is_in_use(self, unit: Unit) -> bool:
         return bool(self._uses.get(unit.key))
 
     @whole

@@ -7,8 +7,8 @@
              written, which is after those reads began (Fig. 3b).
 
 Each hand-over is a completion that is waited for: states are updated when their read has ended, their slot goes on when
-the write has. One thread does all of it beside backward, and takes no other core's help from the products; backward
-waits where more gradients would lie around than may. What comes after backward is done by the training thread itself.
+the write has. One thread does all of it during backward, and takes no other core's help from the products; backward
+waits where more gradients would be in memory than may. What comes after backward is done by the training thread itself.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Updates:
         """The unit's weights stay where they are until all of its pieces are updated."""
         self._pieces.move(piece, PieceState.UPDATED)
         self._order.append(piece.key)
-        if self._weights.is_held(self._units[piece.unit]):
+        if self._weights.is_in_use(self._units[piece.unit]):
             self._open_unit(piece.unit)
 
     def has_begun(self, unit: Unit) -> bool:
@@ -226,7 +226,7 @@ class Updates:
         self._thread.drain()
 
     def waiting_facts(self) -> dict[str, Any]:
-        """What `take_up` needs beside the gradients on the tier (JSON)."""
+        """What `take_up` needs besides the gradients on the tier (JSON)."""
         numbers = {unit.key: number for number, unit in enumerate(self.layout.units)}
         arrived = [
             [numbers[u.key], n] for u in self.layout.units for n, p in enumerate(u.parts) if p.key in self._arrived
@@ -450,9 +450,9 @@ class Updates:
         self.fastest = max(self.fastest, run.numel / (time.perf_counter() - before))
 
     def _weights_of(self, piece: Piece) -> torch.Tensor:
-        """Its unit's slot, which is held until the unit is done."""
+        """Its unit's slot, which stays in use until the unit is done."""
         unit = self._units[piece.unit]
-        self._open_unit(piece.unit, replaced=piece.unit in self._replaced and not self._weights.is_held(unit))
+        self._open_unit(piece.unit, replaced=piece.unit in self._replaced and not self._weights.is_in_use(unit))
         self._weights.stream.await_copies(piece.unit)
         return self._weights.stream.tensor(piece.unit)
 

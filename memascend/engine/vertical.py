@@ -254,7 +254,7 @@ class SummedGradients:
 
 
 class ForwardFootprint:
-    """What forward passes depend on and change beside their graph: attributes, buffers, generators of random numbers.
+    """What forward passes depend on and change besides their graph: attributes, buffers, generators of random numbers.
 
     Micro-batches side by side would see each other's. The running averages of torch's norms are in order all the same:
     each module sees the micro-batches in theirs, and nothing but the module reads them in training, unless the function

@@ -104,7 +104,7 @@ class WeightStream:
 
     @whole
     def prefetch(self, keys: Iterable[Hashable]) -> list[Hashable]:
-        """Start reading those of `keys` for which there is room, and leave the rest; returns what was started.
+        """Start reading those of `keys` for which there is space, and leave the rest; returns what was started.
 
         What has a buffer already is skipped. Raises KeyError (not registered) and what the storage raises.
         """
@@ -299,7 +299,7 @@ class WeightStream:
                     entry = self._table.join(key) or self._table.admit(self._table.lease(key), reading)
                     if entry is not None:
                         return entry
-                    leaving = self._table.make_room(self._table.numels[key], keep)
+                    leaving = self._table.make_space(self._table.numels[key], keep)
                     if leaving is None and self._table.extra is not None:
                         return self._table.admit(self._table.lease_extra(key), reading)
                     if leaving is None:
@@ -366,5 +366,3 @@ class WeightStream:
         self._quiesce(entry)
         with self._table.lock:
             self._table.hand_back(entry)
-
-    # -- accounts: called with the lock held ------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_transfer_that_fails_is_one_error_and_the_step_is_taken_back(tmp_path,
     assert "memascend-updates" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_disk_that_fails_for_good_leaves_an_error_and_a_home_that_can_be_resumed(tmp_path):
+def test_a_disk_that_fails_for_good_leaves_an_error_and_a_store_that_can_be_resumed(tmp_path):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults)
     losses = train(ours, engine, data[:1])

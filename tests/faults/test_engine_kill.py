@@ -144,7 +144,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
     [pytest.param(2, marks=pytest.mark.slow, id="two versions"), pytest.param(1, id="one version and a redo")],
 )
 @pytest.mark.timeout(1800)
-def test_a_home_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
+def test_a_store_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
     tmp_path, versions, seeds
 ):
     """At a write or commit of the third step, which a seed chooses."""

@@ -114,7 +114,7 @@ def test_whenever_copies_end_the_bits_are_the_same(tmp_path, late):
         torch.late.core.set_lateness(3)
 
 
-def test_a_home_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
+def test_a_store_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
     ours = on_the_cpu.model().to(LATE)
     engine = streamed(ours, tmp_path)
     on_the_cpu.train(ours, engine, batches(2))

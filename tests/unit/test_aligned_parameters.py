@@ -103,7 +103,7 @@ def test_parameters_of_odd_sizes_are_aligned_and_train_to_the_same_bits(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_home_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatch, dtype):
+def test_a_store_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatch, dtype):
     begun = runtime.units_of
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
     with monkeypatch.context() as earlier:

@@ -106,7 +106,7 @@ def test_every_cut_is_the_beginning_of_a_block(width):
     shapes = {"embedding.weight": (60_000, width), "norm.bias": (33,), "head.weight": (60_000, width)}
     block = [("a.weight", (3000, width), True), ("a.bias", (7,), True), ("b.weight", (width, 7), True)]
     units = [UnitParameters(key="block", kind=Kind.BLOCK, parameters=block)] + [
-        UnitParameters(key=name, kind=Kind.HELD, parameters=[(name, shape, True)], rows_of=name)
+        UnitParameters(key=name, kind=Kind.RESIDENT, parameters=[(name, shape, True)], rows_of=name)
         for name, shape in shapes.items()
         if len(shape) == 2
     ]
@@ -165,7 +165,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(("made", "asked"), [("int8", "bfloat16"), ("bfloat16", "int8")])
-def test_a_home_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
+def test_a_store_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
     streamed(odd(), tmp_path, states=getattr(torch, made)).close()
     again = odd(seed=5)
     with pytest.raises(

@@ -252,7 +252,7 @@ def test_what_is_kept_whole_is_said_once_with_its_size(tmp_path, caplog):
     engine.close()
 
 
-def test_a_home_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
+def test_a_store_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
     ours, ids = made(EncoderDecoder), data(1)[0]
     engine = StreamingEngine.start(
         ours,

@@ -29,7 +29,7 @@ def trained_and_removed(folder):
     store.destroy()
 
 
-def test_a_home_in_the_place_of_a_removed_one_is_not_refused_for_room_that_comes_back(tmp_path):
+def test_a_store_in_the_place_of_a_removed_one_is_not_refused_for_room_that_comes_back(tmp_path):
     size = StoreSpace(SIZES, versions=1).nbytes
     with small_file_system(tmp_path / "small", size + (12 << 20)) as small:
         for _ in range(3):
@@ -76,7 +76,7 @@ def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monke
 
 
 @pytest.mark.parametrize("tensors", [1023, 1024, 1025, 2001])
-def test_a_home_of_any_number_of_tensors_can_be_made(tmp_path, tensors):
+def test_a_store_of_any_number_of_tensors_can_be_made(tmp_path, tensors):
     """From 1,024 tensors on the log grows with each, and a store takes whole sectors alone."""
     store = StateStore.create(tmp_path / "states", "model", StoreSpace([4096] * tensors, versions=1))
     value, again = torch.arange(1024, dtype=torch.float32), torch.empty(1024)

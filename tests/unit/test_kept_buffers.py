@@ -146,10 +146,10 @@ def test_buffers_that_outgrow_their_room_are_left_out_with_one_line(tmp_path, ca
     session.close()
 
 
-def test_a_home_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tmp_path, monkeypatch, caplog):
+def test_a_store_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as earlier:
-        earlier.setattr("memascend.engine.kept_buffers.room_bytes", lambda _: 0)
-        earlier.setattr("memascend.engine.runtime.room_bytes", lambda _: 0)
+        earlier.setattr("memascend.engine.kept_buffers.buffer_space_bytes", lambda _: 0)
+        earlier.setattr("memascend.engine.runtime.buffer_space_bytes", lambda _: 0)
         ours = made()
         session, optimizer = begin(ours, tmp_path / "session")
         train(ours, optimizer, range(1))

@@ -130,7 +130,7 @@ def test_a_step_that_is_given_up_leaves_frozen_and_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_home_of_an_earlier_version_with_frozen_weights_among_the_others_goes_on(tmp_path, monkeypatch, versions):
+def test_a_store_of_an_earlier_version_with_frozen_weights_among_the_others_goes_on(tmp_path, monkeypatch, versions):
     begun = runtime.units_of
 
     def whole(*args):
@@ -152,7 +152,7 @@ def test_a_home_of_an_earlier_version_with_frozen_weights_among_the_others_goes_
     engine.close()
 
 
-def test_a_layout_without_frozen_elements_is_that_of_earlier_homes():
+def test_a_layout_without_frozen_elements_is_that_of_earlier_stores():
     ours = UnitParameters(key="u", kind=Kind.BLOCK, parameters=[("a", (300_000,), True)])
     layout = make_layout([ours], [("a", 300_000)], weights=torch.bfloat16)
     assert layout.digest == replace(layout, splits=False).digest

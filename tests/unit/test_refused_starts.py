@@ -17,7 +17,7 @@ def one_line(error):
     assert "\n" not in str(error.value)
 
 
-def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_model_in_a_second_session_is_refused_and_the_first_goes_on(tmp_path):
     ours, theirs, data = model(), model(), batches(4)
     optimizer_of_theirs = AdamW(theirs.parameters(), **SETTINGS)
     second = tmp_path / "second"
@@ -42,7 +42,7 @@ def test_a_model_in_a_second_home_is_refused_and_the_first_goes_on(tmp_path):
     session.close()
 
 
-def test_a_model_that_a_closed_home_left_empty_does_not_begin_another(tmp_path):
+def test_a_model_that_a_closed_session_left_empty_does_not_begin_another(tmp_path):
     ours = model()
     begin(ours, tmp_path / "run")[0].close()
     with pytest.raises(RuntimeError, match=r"weights are in .*run, which was closed: open it again") as error:

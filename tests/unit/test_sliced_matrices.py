@@ -277,7 +277,7 @@ def test_what_computes_otherwise_is_held_whole(tmp_path):
     engine = streamed(ours, tmp_path)
     assert list(engine.units.matrices) == ["head"]
     kinds = {unit.key: unit.kind for unit in engine.layout.units}
-    assert kinds["embedding"] is Kind.HELD
+    assert kinds["embedding"] is Kind.RESIDENT
     train(ours, engine, batches(1))
     engine.close()
 

@@ -29,7 +29,7 @@ def others_objects_are_not_looked_at_again():
     gc.freeze()
 
 
-def test_a_closed_home_says_so_whatever_is_asked_of_it(tmp_path):
+def test_a_closed_session_says_so_whatever_is_asked_of_it(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(1))
@@ -94,7 +94,7 @@ def with_a_backward_that_fails(layer, inputs, result):
     ids=["as it is", "clipping", "accumulating", "int8 with swapped activations", "naive and waiting"],
 )
 @pytest.mark.parametrize("at", ["after a step", "after forward", "in a backward that failed", "after backward"])
-def test_a_home_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
+def test_a_store_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
     """As a notebook's cell does that is run again, and a sweep over settings in a function."""
     data = batches(4)
 

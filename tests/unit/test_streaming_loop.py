@@ -273,7 +273,7 @@ def test_states_are_begun_anew_by_load_state_dict_and_not_by_an_assignment(tmp_p
     session.close()
 
 
-def test_a_closed_home_says_how_to_open_it(tmp_path):
+def test_a_closed_session_says_how_to_open_it(tmp_path):
     session, _ = begin(model(), tmp_path / "run")
     session.close()
     for use in (session.__enter__, lambda: session.hook(model()), lambda: session.optimizer(lr=1.0)):

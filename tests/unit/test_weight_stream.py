@@ -239,7 +239,7 @@ def test_a_larger_class_is_said_once_for_a_size_and_counted(storage):
         stream.release("small")
     assert len(lines) == 1
     assert f"'small' ({NUMEL // 2} elements)" in lines[0]
-    assert f"lies in c{NUMEL} and wastes {BYTES // 2} bytes" in lines[0]
+    assert f"is in c{NUMEL} and wastes {BYTES // 2} bytes" in lines[0]
     assert counted(stream, fallbacks=2, fallback_wasted_bytes=BYTES // 2)
 
 
