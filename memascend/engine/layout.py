@@ -27,7 +27,7 @@ UNIT_BYTES = 4096
 PIECE_ELEMENTS = 1 << 24
 # A parameter begins where its memory would in torch: kernels choose by that, and another one has other last digits.
 ALIGNED_BYTES = 64
-# The fixed step of the native sum of squares (unscale.cpp): cuts are multiples of it, so norms keep their order of sums.
+# The step of the native sum of squares (unscale.cpp): cuts are multiples of it, so that norms keep their order of sums.
 SUM_ELEMENTS = 1 << 16
 
 

@@ -148,7 +148,7 @@ class StepRuntime(EngineState):
         else:
             updates.finish_direct()
             if not options.implicit_step:  # a scheduler's step comes before the forward pass that ends this one
-                updates.require_same_settings()
+                updates.adam.require_same_settings()
         norm = updates.sums.norm(self.layout.order)
         if not bool(torch.isfinite(norm)):
             try:
@@ -173,7 +173,7 @@ class StepRuntime(EngineState):
         self._count_step()
         step = max(self.steps.values(), default=0)
         self._profile.end_step(
-            step, "optimizer" if waited else "backward", self.state_store.since_opened, updates.fastest
+            step, "optimizer" if waited else "backward", self.state_store.since_opened, updates.adam.fastest
         )
         self._decide_on_swapping()
         updates.end_step()

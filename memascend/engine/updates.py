@@ -13,13 +13,13 @@ waits where more gradients would be in memory than may. What comes after backwar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memascend.engine.adam_settings import AdamSettings
+from memascend.engine.adam_steps import AdamSteps
 from memascend.engine.device import GradientCopies
 from memascend.engine.errors import NotStreamable
 from memascend.engine.job_thread import JobThread
@@ -29,8 +29,6 @@ from memascend.engine.pieces import Gradients, PieceState, StepPieces
 from memascend.engine.square_sums import SquareSums
 from memascend.engine.unit_weights import UnitWeights
 from memascend.engine.weights import WeightStream
-from memascend.ops.adamw import ROUNDING_SEED, adamw_
-from memascend.ops.adamw8 import adamw8_, scales_shape
 from memascend.ops.threads import compute_alone
 
 
@@ -63,7 +61,7 @@ class Updates:
         if arm not in ARMS:
             raise ValueError(f"unknown arm {arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         self.layout, self.arm = layout, arm
-        self._weights, self._states, self._gradients, self._settings = weights, states, gradients, settings
+        self._weights, self._states, self._gradients = weights, states, gradients
         self._zero_missing, self._copies = zero_missing, copies
         self._units = {unit.key: unit for unit in layout.units}
         self._places: dict[tuple[str, int], list[tuple[Piece, Run]]] = {}  # of a part
@@ -76,7 +74,7 @@ class Updates:
         self._thread = JobThread(
             "memascend-updates", compute_alone, self._close_without_writing, self.most_waiting_bytes
         )
-        self.fastest = 0.0  # elements per second that AdamW has reached
+        self.adam = AdamSteps(layout.states, settings)
         self._begin()
 
     def _begin(self) -> None:
@@ -85,11 +83,7 @@ class Updates:
         self._pieces = StepPieces(self.layout)
         self._arrived: set[tuple[str, int]] = set()  # parts that got a gradient
         self._order: list[str] = []  # pieces, as their updates began
-        self._of_step: dict[str, AdamSettings] = {}  # of a step that is done again
-        self._used: dict[str, AdamSettings] = {}  # of parameters whose updates have begun
-        self._used_others: set[str] = (
-            set()
-        )  # parameters of which a piece was updated with other settings than the first
+        self.adam.begin()
         self.zeroed: frozenset[str] = frozenset()  # parameters that are updated with zeros if they get no gradient
         self._replaced: set[str] = set()  # units of which no element stays: their weights need not be read
 
@@ -114,16 +108,6 @@ class Updates:
     def failure_was_told(self) -> bool:
         """Whether an update has failed and the training thread has had its error."""
         return self._thread.failure_was_raised
-
-    def require_same_settings(self) -> None:
-        """RuntimeError where a parameter was updated with other settings than it has now."""
-        for name, used in self._used.items():
-            if name in self._used_others or used != self._settings(name):
-                raise RuntimeError(
-                    f"the settings of {name} (lr, betas, eps, weight_decay) were changed between backward() and "
-                    "optimizer.step(), when part of the updates had already used the old ones: change them, or call "
-                    "scheduler.step(), after optimizer.step() or before backward(), or delay updates (wait=True)"
-                )
 
     def expect(self) -> None:
         """Backward is about to begin: the states that it will need first are read."""
@@ -241,7 +225,7 @@ class Updates:
         self._arrived = {units[unit].parts[part].key for unit, part in facts["arrived"]}
         self._pieces.set_on_tier(pieces[number] for number in facts["spilled"])
         self.zeroed = frozenset(facts.get("zeroed", ()))
-        self._of_step = dict(settings)
+        self.adam.begin(settings)
 
     def finish_waiting(
         self, units: Sequence[Unit] | None = None, *, after: Callable[[Unit], None] | None = None
@@ -410,44 +394,12 @@ class Updates:
                 gradient = torch.zeros(run.numel, dtype=self.layout.dtype_of("master"))
             if gradient is not None:
                 of_run = {state: states[place] for state, place in places.items()}
-                self._step(run, run.of(weights), gradient, of_run)
+                self.adam.step(run, run.of(weights), gradient, of_run, self.scale)
         written = self._states.write(piece.key)
         if self.arm != "optimized":
             written.wait()
         self._states.release(piece.key)
         self._piece_done(piece)
-
-    def _step(
-        self, run: Run, weights: torch.Tensor, gradient: torch.Tensor, states: Mapping[str, torch.Tensor]
-    ) -> None:
-        name = run.part.name
-        settings = self._of_step.get(name) or self._settings(name)
-        if settings != self._used.setdefault(name, settings):
-            self._used_others.add(name)
-        options: dict[str, Any] = {
-            "step": settings.step,
-            "lr": settings.lr,
-            "betas": settings.betas,
-            "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
-            "grad_scale": settings.grad_factor / self.scale,
-            "seed": ROUNDING_SEED,
-            "element_offset": run.part.trained_first + run.begin,
-        }
-        before = time.perf_counter()
-        if self.layout.states == torch.int8:
-            scales = states["scales"].view(scales_shape(run.numel))
-            adamw8_(weights, gradient, states["exp_avg"], states["exp_avg_sq"], scales, **options)
-        else:
-            adamw_(
-                states.get("master", weights),
-                gradient.to(self.layout.states) if gradient.dtype == torch.float32 else gradient,
-                states["exp_avg"],
-                states["exp_avg_sq"],
-                weights if "master" in states else None,
-                **options,
-            )
-        self.fastest = max(self.fastest, run.numel / (time.perf_counter() - before))
 
     def _weights_of(self, piece: Piece) -> torch.Tensor:
         """Its unit's slot, which stays in use until the unit is done."""

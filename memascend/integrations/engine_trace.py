@@ -14,11 +14,11 @@ def record_engine(engine: StreamingEngine, recorder: Recorder) -> None:
     record_blocks(engine.model, recorder)
     record_transfers(engine.state_store, recorder)
     record_transfers(engine._auxiliary.scratch(), recorder)
-    step = engine.updates._step
+    step = engine.updates.adam.step
 
     def stepped(run: Any, *rest: Any) -> None:
         begin = recorder.now()
         step(run, *rest)
         recorder.add(f"AdamW {run.part.name}", CPU, begin, run.numel)
 
-    engine.updates._step = stepped
+    engine.updates.adam.step = stepped

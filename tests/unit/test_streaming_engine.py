@@ -121,13 +121,13 @@ def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_a
     """With a second team of OpenMP's threads every product of the process would wait longer for its helpers."""
     ours, (ids,), used = model(), batches(1), []
     engine = streamed(ours, tmp_path)
-    stepped = engine.updates._step
+    stepped = engine.updates.adam.step
 
     def step(*run):
         used.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         stepped(*run)
 
-    engine.updates._step = step
+    engine.updates.adam.step = step
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
