@@ -82,6 +82,13 @@ def test_info_does_not_call_a_run_done_whose_last_step_is_nowhere(run):
     assert f"memascend train --output {run.root} --resume" in said
 
 
+def test_info_says_that_states_are_incomplete_also_by_its_earlier_name(run, monkeypatch):
+    monkeypatch.setattr("memascend.training.info._kept", lambda _: (None, True))
+    found = info(run.root)
+    assert found["states_are_partial"] is found["states_are_torn"] is True
+    assert "states       incomplete: a step was interrupted" in as_text(found)
+
+
 def test_info_of_a_run_that_lost_its_preparation_does_not_deny_its_states(run):
     run.prepared.unlink()
     said = as_text(info(run.root))
