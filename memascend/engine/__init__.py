@@ -15,16 +15,25 @@ Nothing here knows DeepSpeed. A whole runtime, and the part of it that any other
     stream.copied("block.0", event)                     # the slot may be taken once the event has passed
     stream.release("block.1")                           # or: the slot goes back
 
-- `runtime`: `StreamingEngine`; `options`: what may be chosen of it. `layout` divides a model into units and pieces,
-  `state_store` keeps them on the tier in two versions, or `in_place_update` in one, `scratch_storage` has what else is
-  there, `mmap_parameters` a model's values before that. `blocks` brings weights in and recomputes, `matrices` does so
-  for a large embedding or head by slices, `updates` takes gradients into the states (LoHan IV-C), `swap` decides which
-  activations are swapped (IV-D), `profile` measures how fast a step is and could be (`limit`), `buffers` holds all host
-  memory, for plans too. `streaming` is the interface of a user's loop; `hooks` puts the engine into the model,
-  `gradient_views` and `model_guards` are what the loop meets in `parameter.grad` and in the model's own methods.
+Where to look, from a user's loop down to the drive:
+
+- `streaming` is the interface of a loop, `streamed_optimizer` its optimizer, `saved` and `saving` its saves, `options`
+  what may be chosen, `errors` what is raised.
+- `runtime`: `StreamingEngine`, in layers: `accumulation` (with `vertical` and `side_by_side`), `passes`,
+  `gradient_access`, `steps`, `engine_state`. `hooks` puts them into the model; `gradient_views`, `model_guards`,
+  `placeholder_parameters` and `outside_use` are what a loop meets of a model whose weights are elsewhere.
+- `recompute` computes blocks again in backward, from what `block_forward`, `block_runtime`, `saved_tensors` and
+  `module_state` know of them; `matrices` does so for a large embedding or head by slices; `swap` decides which
+  activations go to the SSD (LoHan IV-D).
+- `updates` takes gradients into the states (LoHan IV-C): `pieces`, `adam_steps`, `adam_settings`, `square_sums`.
+- `model_units` and `find_blocks` divide a model into units, `layout` says where each element is; `unit_weights` brings
+  weights in and out, through `weights`: `WeightStream`, with `buffer_table`, which lends the slots of `buffers`.
+- `state_store` keeps it all on the tier, with the last completed step: in two versions, or in one (`in_place_update`);
+  `opening` begins or finds one, `scratch_storage` has what else is on the tier, `mmap_parameters` a model's values
+  before that.
+- `profile` measures how fast a step is and could be (`limit`), `traffic` counts its bytes for a plan.
 - `protocols`: what the stream asks of a storage (`Storage`, `Completion`), of a device (`Event`) and of a runtime that
   keeps the account of uses itself (`Owner`, as DeepSpeed does).
-- `weights`: `WeightStream`; `buffer_table`: leases on pool slots by key, the read-ahead queue, eviction, statistics.
 
 Users: LoHan (`baselines/lohan`) by `memascend.training.backends.streaming`. Of the stream alone: the parameter swapper
 of `memascend.integrations.deepspeed`; tests/unit/test_streamed_blocks.py trains a plain module whose blocks pass

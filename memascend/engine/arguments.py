@@ -46,7 +46,9 @@ class Arguments:
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments with `tensors` in the places of theirs."""
-        return _Mapping(_Place, lambda place: tensors[place.number])((self._args, self._kwargs))
+        made = _Mapping(_Place, lambda place: tensors[place.number])((self._args, self._kwargs))
+        args, kwargs = made
+        return args, kwargs
 
     def drop_tensors(self) -> list[torch.Tensor]:
         """Hand the tensors over to the caller; the structure stays."""

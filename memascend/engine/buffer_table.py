@@ -65,6 +65,12 @@ class StreamEntry:
         return repr(self.key)
 
     @property
+    def tensor(self) -> torch.Tensor:
+        """The elements of the buffer that are the tensor's."""
+        assert self.lease is not None
+        return self.lease.tensor
+
+    @property
     def slot(self) -> torch.Tensor:
         """The whole buffer."""
         assert self.lease is not None

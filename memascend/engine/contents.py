@@ -35,6 +35,11 @@ class TierContents:
         self._layout, self._weights, self._states, self._folder = layout, weights, states, folder
         self.require_completed_step = require_completed_step
 
+    @property
+    def _state_stream(self) -> WeightStream:
+        assert self._states is not None  # of a model of which anything trains
+        return self._states
+
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
         """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
         weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes per
@@ -65,7 +70,7 @@ class TierContents:
                     if not states:
                         continue
                     slot = self._weights.stream.fetch([unit.key])[0] if slot is None else slot
-                    slots = self._states.fetch([piece.key])[0] if slots is None else slots
+                    slots = self._state_stream.fetch([piece.key])[0] if slots is None else slots
                     for values, key in self._values(run, places, slot, slots):
                         if key in states:
                             values.copy_(states[key].reshape(-1)[_in_parameter(run, key)])
@@ -73,8 +78,8 @@ class TierContents:
                         run.of(slot).copy_(states["master"].reshape(-1)[_in_parameter(run, "master")].to(slot.dtype))
                     changed = True
                 if slots is not None:
-                    self._states.write(piece.key).wait()
-                    self._states.release(piece.key)
+                    self._state_stream.write(piece.key).wait()
+                    self._state_stream.release(piece.key)
             if slot is not None:
                 self._weights.stream.write(unit.key).wait()
                 self._weights.stream.release(unit.key)
@@ -103,10 +108,10 @@ class TierContents:
                 continue
             (slot,) = self._weights.stream.fetch([unit.key])
             for piece, run, places in pieces:
-                (states,) = self._states.fetch([piece.key])
+                (states,) = self._state_stream.fetch([piece.key])
                 for values, key in self._values(run, places, slot, states):
                     yield values, run, key
-                self._states.release(piece.key)
+                self._state_stream.release(piece.key)
             self._weights.stream.release(unit.key)
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -230,7 +231,7 @@ class Layout:
     @property
     def digest(self) -> str:
         """The same for two layouts that can read each other's tier."""
-        what = [str(self.weights), str(self.states)]
+        what: list[Any] = [str(self.weights), str(self.states)]
         if any(self.step_numel(unit) < self.unit_numel(unit) for unit in self.units):
             what.append("frozen elements apart")
         if any(unit.end > unit.numel for unit in self.units):
@@ -320,8 +321,8 @@ def _unit(unit: UnitParameters, first: dict[str, int], limit: int, step: int) ->
         place = -(-place // step) * step
         parts.append(Part(name, tuple(shape), place, first[name] if trained else -1))
         place += parts[-1].numel
-    trained = [part for part in parts if part.trained and part.numel]
-    return Unit(unit.key, unit.kind, tuple(parts), _pieces(unit.key, trained, limit))
+    cut = _pieces(unit.key, [part for part in parts if part.trained and part.numel], limit)
+    return Unit(unit.key, unit.kind, tuple(parts), cut)
 
 
 def _pieces(key: str, trained: Sequence[Part], limit: int) -> tuple[Piece, ...]:

@@ -38,7 +38,7 @@ class TensorFile:
             raise OSError(
                 error.errno,
                 f"the values of a state dict need {size} bytes in {there} for as long as they are used: "
-                f"{os.strerror(error.errno)}",
+                f"{os.strerror(error.errno or 0)}",
             ) from None
 
     def put(self, values: torch.Tensor) -> torch.Tensor:

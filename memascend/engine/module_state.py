@@ -110,7 +110,9 @@ class ModuleState:
         """What is not as it was, before `forget_unchanged`: (attributes, name), (object, name), or None and a tensor,
         an array or a container."""
         yield from self.changed_attributes()
-        yield from ((None, tensor) for tensor, values, _ in self._tensors if not _equal(tensor, values))
+        yield from (
+            (None, tensor) for tensor, values, _ in self._tensors if values is None or not _equal(tensor, values)
+        )
         yield from ((None, each) for each, values, _ in self._arrays if _bytes(each) != values)
         yield from ((None, each) for each, items in self._containers if not _has_items(each, items))
 
@@ -129,13 +131,13 @@ class ModuleState:
                     raise ValuesAreGone(f"of {_words(tensor)}")
             elif not _equal(tensor, values):
                 tensor.data.copy_(values)  # `data`: autograd need not see it, whoever saved the tensor saved this value
-        for each, values, known in self._arrays:
+        for each, raw, known in self._arrays:
             now = _bytes(each)
-            if values is None:
+            if raw is None:
                 if hash(now) != known:
                     raise ValuesAreGone(f"of {_words(each)}")
-            elif now != values:
-                _set_bytes(each, values)
+            elif now != raw:
+                _set_bytes(each, raw)
         for each, items in self._containers:
             if not _has_items(each, items):
                 _set_items(each, items)
@@ -240,7 +242,7 @@ class _Found:
         self.objects += objects
         values: list[Any] = []
         for each in objects:
-            of = type(each)
+            of: Any = type(each)
             if has_dict(of):
                 attributes = object.__getattribute__(each, "__dict__")
                 if isinstance(attributes, dict):
@@ -264,7 +266,7 @@ def _has_items(container: Any, items: Any) -> bool:
     if len(container) != len(items):
         return False
     if isinstance(container, set):
-        return container == items
+        return bool(container == items)
     if isinstance(container, numpy.ndarray):
         return container.shape == items.shape and all(map(operator.is_, container.flat, items.flat))
     if isinstance(container, dict) and not all(map(operator.is_, container.values(), items.values())):

@@ -100,10 +100,11 @@ class BlockPass:
             self._streamed.passes[self._call] += 1
             self._samples = Samples() if is_compared(self._streamed.passes[self._call]) else None
             self._needed, self._changed = [t.requires_grad for t in tensors], set(range(len(tensors)))
-            self._on_tier, self._products = None, 0
+            self._products = 0
+            self._on_tier: tuple[int, Any] | None = None
             before = ModuleState(self._streamed.modules)
             inputs = self._inputs_before(tensors)
-            self._source = lambda: [kept for kept, _ in inputs]
+            self._source: Callable[[], list[torch.Tensor]] = lambda: [kept for kept, _ in inputs]
             self._entry, self._taken = before, Taken()
             began = runtime.now()
             with runtime.taking(unit, tensors) as taken, torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -172,7 +173,7 @@ class BlockPass:
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
         products = [each.detach() for each in taken.tensors()]  # of the graph, which would hold itself by our handles
         self._products = len(products)
-        saved = save_on_a_node([*tensors, *products])
+        saved: Any = save_on_a_node([*tensors, *products])
         self._source = lambda: list(saved.grad_fn.saved_tensors)
 
     def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
@@ -185,7 +186,7 @@ class BlockPass:
 
         for result in tensors_in(results):
             if result.requires_grad and not any(result is each for each in inputs):
-                result.register_hook(begin)
+                result.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
         if not self._in_forward:
@@ -354,7 +355,7 @@ class StreamedForward(BlockForward):
     """Stands where a block's `forward` does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block()
+        block: Any = self._block()
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise NotStreamable(
                 f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "

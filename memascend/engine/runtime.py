@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memascend.engine import open_stores, state_store
+from memascend.engine import open_stores, state_files
 from memascend.engine.accumulation import Accumulation
 from memascend.engine.contents import StatesOf
 from memascend.engine.device import synchronize
@@ -179,6 +179,7 @@ class StreamingEngine(Accumulation):
                 slot[part.first : part.first + part.numel].copy_(values)
                 self.units.moved(part)
             for piece in unit.pieces:
+                assert self._states is not None  # of a model of which anything trains
                 states = self._states.put(piece.key)
                 states.zero_()
                 if not layout.own_masters:
@@ -223,7 +224,7 @@ class StreamingEngine(Accumulation):
                 ]
             self._closed = True
         if destroy and own:
-            self._ends.append(lambda: state_store.remove(self.state_store.folder))
+            self._ends.append(lambda: state_files.remove(self.state_store.folder))
         try:
             self._end()
         except KeyboardInterrupt:
@@ -241,7 +242,8 @@ class StreamingEngine(Accumulation):
             if self._save is not None:
                 self._save.join()
         except KeyboardInterrupt:
-            self._save.stop()
+            if self._save is not None:
+                self._save.stop()
             raise
 
     def _leave_model_empty(self) -> None:

@@ -152,8 +152,9 @@ class StateStore:
             take_space(file, path, os.fstat(file.fileno()).st_size)
 
     def _open(self) -> DirectTier:
-        chosen = {} if self._compares or self._config.checksums != "auto" else {"checksums": "write"}
-        config = dataclasses.replace(self._config, **chosen)
+        config = self._config
+        if not self._compares and config.checksums == "auto":
+            config = dataclasses.replace(config, checksums="write")
         tier = DirectTier.on_devices([self.folder / FILE], self._owner, config, self._faults)
         try:
             deadline = time.monotonic() + _DEAD_S
@@ -256,6 +257,7 @@ class StateStore:
         self._spare_bytes = spare_bytes
 
     def _make_space(self, size: int) -> None:
+        assert self._spare_bytes is not None
         used = sum(each for each, _ in self._replaced)
         if used + size <= self._spare_bytes:
             return
@@ -455,7 +457,9 @@ def _as_json(facts: dict[str, Any]) -> bytes:
 
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
     """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
-    store = StateStore(Path(folder), owner_of(folder), with_control_folder(Path(folder)))
+    owner = owner_of(folder)
+    assert owner is not None, folder
+    store = StateStore(Path(folder), owner, with_control_folder(Path(folder)))
     try:
         return {key: (each.dtype, each.bytes) for key, each in store._tier.engine.items() if key not in _NOT_STATES}
     finally:
@@ -476,6 +480,7 @@ def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
     store = StateStore(folder, owner, with_control_folder(folder))
     try:
         kept = store.completed() or {}
-        return kept.get("redo", kept).get("facts", {})
+        facts: dict[str, Any] = kept.get("redo", kept).get("facts", {})
+        return facts
     finally:
         store.close()

@@ -101,7 +101,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         """torch.amp.GradScaler asks for it in its `step`."""
         raise no_scaler()
 
-    def take_over(self, facts: dict[str, Any], names: Mapping[torch.Tensor, str]) -> None:
+    def take_over(self, facts: dict[str, Any], names: Mapping[Any, str]) -> None:
         """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""
         kept = facts.get("groups", [])
         if len(kept) not in (0, len(self.param_groups)):

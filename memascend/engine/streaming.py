@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from memascend.engine import state_store
+from memascend.engine import state_files
 from memascend.engine.json_notes import from_json
 from memascend.engine.model_guards import require_not_streamed
 from memascend.engine.options import EngineOptions
@@ -87,11 +87,11 @@ class streaming:
         if not self.folder.is_dir() and os.path.lexists(self.folder):
             kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
             raise ValueError(f"{self.folder} is {kind}: name a folder, or one that can be created")
-        if state_store.holds_states(self.folder) and not resume:
+        if state_files.holds_states(self.folder) and not resume:
             raise ValueError(
                 f"{self.folder} holds the states of an earlier training: continue it (resume=True), or remove it"
             )
-        if resume and not state_store.holds_states(self.folder):
+        if resume and not state_files.holds_states(self.folder):
             raise ValueError(f"{self.folder} holds no states to continue from: omit resume, or name another folder")
         self._resume = resume
         self._model: nn.Module | None = None
@@ -363,7 +363,7 @@ class streaming:
         if self.engine is not None:
             self.engine.close(destroy=True)
         else:
-            state_store.remove(self.folder)
+            state_files.remove(self.folder)
 
     def close(self) -> None:
         """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent. A save is

@@ -54,7 +54,7 @@ class UnitWeights:
         self.require_usable: Callable[[], None] = lambda: None
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
-        self._classes: dict[nn.Parameter, tuple[type, type]] = {}  # at work, and at rest
+        self._classes: dict[nn.Parameter, tuple[type[nn.Parameter], type[nn.Parameter]]] = {}  # at work, and at rest
 
     def watch_rest(self) -> Callable[[], None]:
         """Parameters refuse from here on to be looked at while they are empty; returns the undo. Their classes are not
@@ -96,8 +96,9 @@ class UnitWeights:
         if self._uses[unit.key] == 1:
             values = self.values(unit)
             if self.device.type in _WITH_DLPACK:  # the same memory, as a storage of this use's own
-                values = torch.from_dlpack(values)
-                self._views(unit).append(StorageWeakRef(values.untyped_storage()))
+                values = torch.from_dlpack(values)  # type: ignore[attr-defined]
+                memory = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+                self._views(unit).append(memory)
             for part, parameter in self.units.pairs(unit):
                 if parameter in self._classes:
                     parameter.__class__ = self._classes[parameter][0]
@@ -160,7 +161,7 @@ class UnitWeights:
     def _views(self, unit: Unit) -> list[StorageWeakRef]:
         """Storages of the unit's uses to which something refers."""
         storages = self._storages.setdefault(unit.key, [])
-        storages[:] = [each for each in storages if not each.expired()]
+        storages[:] = [each for each in storages if not each.expired()]  # type: ignore[no-untyped-call]
         return storages
 
     def _end_loans(self, but: Unit) -> None:
@@ -185,12 +186,12 @@ class UnitWeights:
             self._empty_one(parameter, self._empty[parameter])
 
     def _empty_one(self, parameter: nn.Parameter, nothing: torch.Tensor) -> None:
-        at_work, rests = self._classes.get(parameter, (None, None))
-        if at_work is None:
+        classes = self._classes.get(parameter)
+        if classes is None:
             parameter.data = nothing
-        elif type(parameter) is not rests:  # else it is empty already
+        elif type(parameter) is not classes[1]:  # else it is empty already
             parameter.data = nothing
-            parameter.__class__ = rests
+            parameter.__class__ = classes[1]
 
     @whole
     def empty_all(self) -> None:

@@ -14,6 +14,7 @@ waits where more gradients would be in memory than may. What comes after backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,7 +198,7 @@ class Updates:
             for piece in wanted:
                 self._complete(piece, wait=False, last=True)
             if wanted:  # the unit's slot is free, whether or not the other pieces got a gradient
-                self._thread.submit(lambda key=unit.key: self._close_unit(key))
+                self._thread.submit(partial(self._close_unit, unit.key))
         self._close_all()  # units with pieces that nothing came for
         self._expected = list(self._order)
 
@@ -206,7 +207,7 @@ class Updates:
         for piece in self.layout.pieces:
             if self._pieces.state(piece) is PieceState.SPILLED:
                 self._pieces.move(piece, PieceState.SUMMED)
-                self._thread.run(lambda piece=piece: self._sum(piece))
+                self._thread.run(partial(self._sum, piece))
         self._thread.drain()
 
     def waiting_facts(self) -> dict[str, Any]:
@@ -245,7 +246,7 @@ class Updates:
         for key, pieces in by_unit.items():
             for piece in pieces:
                 self._pieces.move(piece, PieceState.UPDATED)
-                self._thread.run(lambda piece=piece: self._update_waiting(piece))
+                self._thread.run(partial(self._update_waiting, piece))
             if pieces:
                 self._close_all()  # also where a piece without a gradient is left as it is
                 if after is not None:
@@ -259,7 +260,7 @@ class Updates:
     def _close_all(self) -> None:
         self._thread.drain()
         for key in self._pieces.open_units:
-            self._thread.run(lambda key=key: self._close_unit(key))
+            self._thread.run(partial(self._close_unit, key))
 
     def _close_without_writing(self) -> None:
         """After an error: backward may be waiting for one of these slots."""

@@ -84,7 +84,7 @@ class WeightStream:
         """The buffer of a tensor that has one: 1-D, on the CPU, of the pool's dtype and the `numel` that was
         registered; a view of the slot, valid until the last use ends. Raises KeyError. Any thread."""
         with self._table.lock:
-            return self._table.entries[key].lease.tensor
+            return self._table.entries[key].tensor
 
     @whole
     def free_count(self) -> int:
@@ -173,7 +173,7 @@ class WeightStream:
             if self._options.owner is not None:
                 for entry in entered:
                     entry.users -= 1
-            tensors = [entry.lease.tensor for entry in entered]
+            tensors = [entry.tensor for entry in entered]
             self._table.pump()
         return tensors
 
@@ -186,7 +186,7 @@ class WeightStream:
         with self._table.lock:
             entry.filled, entry.read = True, None
             entry.users -= self._options.owner is not None
-            return entry.lease.tensor
+            return entry.tensor
 
     @whole
     def write(self, key: Hashable) -> Completion:
@@ -199,8 +199,8 @@ class WeightStream:
         if self._options.before_write is not None:
             self._options.before_write(key)
         with self._table.lock:
-            completion = self._table.storage.write(key, entry.lease.slot_tensor, priority=WRITE)
-            self._table.counts.bytes_written += entry.lease.slot_tensor.nbytes
+            completion = self._table.storage.write(key, entry.slot, priority=WRITE)
+            self._table.counts.bytes_written += entry.slot.nbytes
             entry.writes.append(completion)
         completion.add_done_callback(self._table.transfer_ended)
         return completion
@@ -301,7 +301,9 @@ class WeightStream:
                         return entry
                     leaving = self._table.make_space(self._table.numels[key], keep)
                     if leaving is None and self._table.extra is not None:
-                        return self._table.admit(self._table.lease_extra(key), reading)
+                        entry = self._table.admit(self._table.lease_extra(key), reading)
+                        assert entry is not None
+                        return entry
                     if leaving is None:
                         self._wait_for_a_buffer(key, deadline - monotonic())
                 if leaving is not None:
@@ -314,6 +316,7 @@ class WeightStream:
         """Called with the lock held, which is open while it waits. Raises PoolTimeoutError."""
         table, numel = self._table, self._table.numels[key]
         if timeout_s <= 0:  # the pool knows who has what
+            assert table.pool is not None  # staging buffers never run out
             table.pool.acquire(StreamEntry(key, 0), numel, table.slot_numel(numel), timeout_s=0)
         interrupts.wait(table.buffer_free.wait, timeout_s)
 
