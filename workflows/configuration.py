@@ -32,6 +32,7 @@ NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact"
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
 # Of a job on a node, beside the run: two processes of Snakemake, and minutes in which a cold file system is read.
 STARTS_GIB, STARTS_MIN = 1.0, 10
+FORKED = ("memory", 1, "cpu", None)  # mode, ranks, device and environment of what the fork server runs
 _MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
 
 
@@ -138,6 +139,8 @@ class Experiments:
         more = {"systems": [named["system"]], "models": [model], "environments": [named.get("environment")]}
         more |= {"gib": gib(model, k), "needs_gib": gib(model, k) * group["ranks"]}
         more |= {"allowed_s": group["time_limit_s"], "gpus": gpus_of(group["device"], group["ranks"])}
+        # As workflows.run.children starts it.
+        more["forked"] = (group["mode"], group["ranks"], group["device"], *more["environments"]) == FORKED
         return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
 
     def _turns(self, run: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +170,7 @@ class Experiments:
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:
     own = {"module": module, "words": words, "exhibits": exhibits, "alone": alone}
     usual = {"systems": [], "models": [], "environments": [], "time_limit_s": None, "gib": 1.0}
-    return own | usual | {"needs_gib": 1.0, "allowed_s": 600, "gpus": 0} | more
+    return own | usual | {"needs_gib": 1.0, "allowed_s": 600, "gpus": 0, "forked": False} | more
 
 
 def gpus_of(device: str, ranks: int) -> int:
@@ -289,6 +292,13 @@ class Configuration:
             return cores
         at_once = max(1, int(0.7 * memory / max(run["gib"], 0.1)))
         return max(2 if cores >= 4 else 1, -(-cores // at_once))
+
+    @property
+    def not_sampled(self) -> str:
+        """A pattern for runs whose processes are not below their job, so that Snakemake's benchmark would count none of
+        them: those that a server forks, and it forks none that is a job of a node."""
+        names = [] if self.node else [run_id for run_id, run in self.runs.items() if run["forked"]]
+        return "|".join(map(re.escape, names)) or "(?!)"
 
     def interpreters(self, run_id: str) -> list[str]:
         """Of the environments that a run needs; another DeepSpeed lives in an environment of its own."""

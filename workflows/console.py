@@ -34,7 +34,8 @@ HIDDEN = (
     "RESOURCES_INFO",
     "WORKFLOW_STARTED",
 )
-DERIVED = {"figure": "picture of", "drawing": "picture of", "modelled": "modelled lane of"}
+RECORDS = ("record", "forked_record")
+DERIVED = {"forked_record": "record", "figure": "picture of", "drawing": "picture of", "modelled": "modelled lane of"}
 PLAIN_S = 0.5  # seconds that a picture or a page takes: for the estimate alone
 
 
@@ -89,7 +90,7 @@ class Console(logging.Filter):
 
     def _plan(self, stats: dict[str, int]) -> None:
         self.total = stats.get("total", sum(stats.values()))
-        asked = stats.get("record", 0)
+        asked = sum(stats.get(rule, 0) for rule in RECORDS)
         self.left = {run: self.known.seconds(run) for run in self.known.runs} if asked else {}
         self.not_asked = len(self.left) - asked if asked else 0
 
@@ -98,7 +99,7 @@ class Console(logging.Filter):
         self.running[job.jobid] = name or job.rule_name, time.monotonic()
         if name is None and job.rule_name not in ("claims_table", "report_pages"):
             return  # a target: nothing runs
-        seconds = self.known.seconds(name) if job.rule_name == "record" else None
+        seconds = self.known.seconds(name) if job.rule_name in RECORDS else None
         about = f", about {length(seconds)}" if seconds else ""
         words = f"{DERIVED.get(job.rule_name, job.rule_name.replace('_', ' '))} {name or ''}".rstrip()
         print(f"[{self.done + 1:>3}/{self.total}] {words}{about}{self._rest()}", file=sys.stderr, flush=True)

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
+from workflows.configuration import FORKED
 from workflows.run import children
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,3 +104,17 @@ def test_settings_of_another_mode_are_not_inherited(monkeypatch) -> None:
     environment = children.environment(0, 1, 1, 1, mode="time")
     assert "MKL_DISABLE_FAST_MM" not in environment
     assert children.settings("time").items() <= environment.items()
+
+
+def test_the_rules_know_which_runs_a_server_forks(tmp_path: Path, monkeypatch) -> None:
+    """They are no children of their job, and its benchmark would count nothing of them (workflows/rules/runs.smk)."""
+    monkeypatch.setenv(children.SOCKET, "a socket")
+    monkeypatch.setattr(children, "ForkedRun", lambda *request: "forked")
+    monkeypatch.setattr(children.subprocess, "Popen", lambda *command, **how: "spawned")
+    forked = []
+    for case in product(("memory", "time"), (1, 2), ("cpu", "cuda"), (None, "deepspeed_016")):
+        job = dict(zip(("mode", "ranks", "device"), case, strict=False))
+        python = f".cache/envs/{case[3]}/bin/python" if case[3] else sys.executable
+        if children.start(job, tmp_path, "", {}, python=python) == "forked":
+            forked.append(case)
+    assert forked == [FORKED]

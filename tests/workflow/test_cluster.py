@@ -71,6 +71,14 @@ def test_on_nodes_lock_swap_files_and_measured_drive_are_the_node_s_own(monkeypa
     assert "--folder /local " in here.command("kernel-nvme-smoke")
 
 
+def test_a_job_whose_processes_are_its_own_is_sampled_by_snakemake(monkeypatch) -> None:
+    """Which that is, of the runs that a server forks or not: tests/workflow/test_children.py."""
+    not_sampled = re.compile(known(monkeypatch).not_sampled)
+    assert not_sampled.fullmatch(SHARED)
+    assert not not_sampled.fullmatch(TIMED)
+    assert not re.search(known(monkeypatch, node=NODE).not_sampled, SHARED)
+
+
 def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
     here = known(monkeypatch)
     assert here.resources.keys() == {"mem_mb", "runtime"}
@@ -211,6 +219,10 @@ def test_runs_go_to_nodes_none_beside_a_timed_one_and_a_lost_node_s_run_is_made_
         beside = [job for job in jobs if job is not timed and job.node == timed.node]
         assert all(job.ended <= timed.began or timed.ended <= job.began for job in beside), jobs
 
+    tables = (tmp_path / "raw/benchmarks").iterdir()
+    sampled = {path.stem: path.read_text().split("\n")[1].split("\t") for path in tables}
+    assert sampled.keys() == {path.stem for path in (tmp_path / "raw").glob("*.json")}
+    assert all(float(line[2]) > 100 for run_id, line in sampled.items() if run_id.startswith("train-")), sampled  # MiB
     for run_id in TIMED_ONES:  # on a busy machine a run's own limit may come first: that is a record, and no lost job
         assert json.loads((tmp_path / "raw" / f"{run_id}.json").read_text())["status"] in ("ok", "timeout")
     local = tmp_path / "local"

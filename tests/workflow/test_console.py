@@ -51,7 +51,7 @@ def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.
 
 def test_runs_that_were_not_asked_for_are_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": 120.0, "train-b": 120.0, "train-c": 120.0, "train-d": 120.0})
-    shown.filter(event("RUN_INFO", stats={"record": 2, "total": 2}))
+    shown.filter(event("RUN_INFO", stats={"record": 1, "forked_record": 1, "total": 2}))
     shown.filter(start(1, "train-c"))
     shown.filter(event("JOB_FINISHED", job_id=1))
     shown.filter(start(2, "train-d"))

@@ -113,7 +113,7 @@ def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(
     folders = [f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures")]
     done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     blocks = re.split(r"\n\s*\n", done.stdout + done.stderr)
-    measuring = [b for b in blocks if re.search(r"rule record:", b)]
+    measuring = [b for b in blocks if re.search(r"rule (forked_)?record:", b)]
     assert len(measuring) > 5
     # Of one round the bytes alone count, but over paths of known rates.
     timed = [b for b in measuring if re.search(r"raw/(bench|kernel|times-mlpoffload)-", b)]
@@ -122,6 +122,8 @@ def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(
         assert ("threads: 3" in block) == (block in timed)
         assert bool(re.search(r"flock +\S+/raw/\.machine\.lock", block)) == (block in timed)
         assert "/raw/.machine.lock" in block
+        assert ("benchmark: " in block) == ("rule record:" in block)
+    assert all("rule record:" in block for block in timed)
 
 
 def test_exhibits_lists_all_130(tmp_path: Path) -> None:

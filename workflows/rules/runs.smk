@@ -3,13 +3,16 @@
 # On a cluster it has a node for itself (resources).
 
 
-rule record:
+# Memory runs on one machine. Their processes are forked from a server, and no benchmark of this job would see them.
+rule forked_record:
     input:
         interpreters=lambda w: KNOWN.interpreters(w.run_id),
     output:
         record=f"{RAW}/{{run_id}}.json",
     log:
         f"{RAW}/logs/{{run_id}}.log",
+    wildcard_constraints:
+        run_id=KNOWN.not_sampled,
     conda:
         "../envs/memascend.yaml"
     threads: lambda w: KNOWN.threads(w.run_id, cores())
@@ -22,12 +25,22 @@ rule record:
         "({params.command}) > {log} 2>&1"
 
 
+# All other runs, with what Snakemake samples of their processes: seconds, memory, I/O (docs/reference/files.md).
+use rule forked_record as record with:
+    benchmark:
+        f"{RAW}/benchmarks/{{run_id}}.tsv"
+    wildcard_constraints:
+        run_id="[a-z0-9._-]+",
+
+
 # In no profile: the 8B model takes an hour and more, root for a control group, and 65 GB of the drive.
 rule flagship:
     output:
         record=f"{RAW}/flagship-llama3.1-8b.json",
     log:
         f"{RAW}/logs/flagship-llama3.1-8b.log",
+    benchmark:
+        f"{RAW}/benchmarks/flagship-llama3.1-8b.tsv"
     conda:
         "../envs/memascend.yaml"
     threads: lambda w: cores()
@@ -37,4 +50,4 @@ rule flagship:
         "flock {params.lock} python -m workflows.run.flagship --states int8 --out {output.record} > {log} 2>&1"
 
 
-ruleorder: flagship > record
+ruleorder: flagship > forked_record > record
