@@ -41,7 +41,7 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
     for name in ("workflows", "profiles", "memascend", "baselines", "hardware"):
         left_out = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out, symlinks=True)
-    for name in ("Snakefile", "setup.py"):
+    for name in ("Snakefile", "setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "results/raw").mkdir(parents=True)
     for name in RECORDS:
