@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memascend.baselines.protocol.schedules import backward, forward
-from memascend.planner.derived_sizes import held_in
+from memascend.planner.derived_sizes import cached_sub_groups_in
 from memascend.storage.placement import Rates, arrange, weights
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ def schedule(step: Step) -> None:
 def rooms(step: Step) -> int:
     """Sub-groups of a rank that are in host memory at once: as many as the optimizer's buffers are for."""
     parts = step.work.arrangement
-    return max(1, held_in(step.work.optimizer_buffers, parts.swaps_gradients)) if parts.over_paths else _PIPELINED
+    return (
+        max(1, cached_sub_groups_in(step.work.optimizer_buffers, parts.swaps_gradients))
+        if parts.over_paths
+        else _PIPELINED
+    )
 
 
 def paths_of(step: Step) -> list[PathShare]:

@@ -9,14 +9,14 @@ from memascend.arrangements import Arrangement, arrangement_of_parts
 from memascend.baselines.mlp_offload.footprint import update_over_paths
 from memascend.baselines.mlp_offload.schedule import schedule
 from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, nvme_offload, zero3_config
-from memascend.planner.derived_sizes import held_buffers, held_for
+from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for
 
 _PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 _PATHS = ("path0", "path1")
 # Of every arm alike, so that all have the same host memory: as many as both paths need with gradients that stay. Those
 # that are swapped take a part of them: three sub-groups fit, not five; DeepSpeed's pipeline uses twelve.
-_BUFFERS = held_buffers(False, held_for(len(_PATHS)))
+_BUFFERS = cached_sub_group_buffers(False, cached_sub_groups_for(len(_PATHS)))
 
 
 def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: bool = True, **others: Any) -> Arrangement:

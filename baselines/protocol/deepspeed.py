@@ -10,7 +10,7 @@ from memascend.arrangements import Arrangement
 from memascend.baselines.protocol.described import PlannedSystem
 from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
-from memascend.planner.derived_sizes import held_buffers, held_for, optimizer_buffers
+from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for, optimizer_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ class DeepSpeedSystem(PlannedSystem):
             swaps_gradients = arm.parts.get("gradients", "kept" if config.tiers else "swapped") == "swapped"
             if config.tiers:
                 paths = 1 if arm.first_path else len(config.tiers)
-                zero["offload_optimizer"]["buffer_count"] = held_buffers(swaps_gradients, held_for(paths))
+                zero["offload_optimizer"]["buffer_count"] = cached_sub_group_buffers(
+                    swaps_gradients, cached_sub_groups_for(paths)
+                )
             elif not arm.over_paths:
                 zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(
                     zero["offload_optimizer"], swaps_gradients

@@ -20,7 +20,7 @@ _MOST_IN_FLIGHT = 32
 _SLACK = 1.02
 STATES = 3  # buffers of one sub-group: master weights, two Adam moments
 STATES_AND_GRADIENT = STATES + 1
-_LEAST_HELD = 3  # one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1)
+_LEAST_CACHED = 3  # one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ def optimizer_buffers(offload_optimizer: Mapping[str, Any], swaps_gradients: boo
     return (STATES_AND_GRADIENT if swaps_gradients else STATES) * stages
 
 
-def held_for(paths: int) -> int:
+def cached_sub_groups_for(paths: int) -> int:
     """Sub-groups in host memory that keep so many paths busy: on each one that is written and one that is read, and one
     that is updated. On one path they are the three of MLP-Offload 4.1."""
     return 2 * paths + 1
 
 
-def held_buffers(swaps_gradients: bool, held: int) -> int:
+def cached_sub_group_buffers(swaps_gradients: bool, held: int) -> int:
     """``buffer_count`` for `held` sub-groups in host memory over several paths.
 
     Gradients that are swapped lie beside the states, and go out in backward by one buffer more; gradients that are kept
@@ -116,12 +116,12 @@ def held_buffers(swaps_gradients: bool, held: int) -> int:
     return held * STATES_AND_GRADIENT + 1 if swaps_gradients else held * STATES
 
 
-def held_in(buffers: int, swaps_gradients: bool) -> int:
+def cached_sub_groups_in(buffers: int, swaps_gradients: bool) -> int:
     """Sub-groups that ``buffer_count`` = `buffers` holds: the other way round."""
     return (buffers - 1) // STATES_AND_GRADIENT if swaps_gradients else buffers // STATES
 
 
-def held_within(
+def cached_sub_groups_within(
     left_bytes: int, *, gradient_bytes: int, buffer_bytes: int, sub_groups: int, swaps_gradients: bool
 ) -> int:
     """Sub-groups over several paths that a host budget has room for: never fewer than three, nor more than there are.
@@ -131,4 +131,4 @@ def held_within(
     """
     room = 0.8 * (left_bytes - gradient_bytes) - (buffer_bytes if swaps_gradients else 0)
     each = (STATES_AND_GRADIENT if swaps_gradients else STATES) * buffer_bytes
-    return max(_LEAST_HELD, min(sub_groups, int(room // each)))
+    return max(_LEAST_CACHED, min(sub_groups, int(room // each)))

@@ -13,8 +13,8 @@ from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import (
     PIPELINED,
     IoSettings,
-    held_buffers,
-    held_for,
+    cached_sub_group_buffers,
+    cached_sub_groups_for,
     io_settings,
     optimizer_buffers,
     sub_group_size,
@@ -164,7 +164,7 @@ class Workload:
         if self.sizes.optimizer_buffers is not None:
             return self.sizes.optimizer_buffers
         if self.arrangement.over_paths:
-            return held_buffers(self.arrangement.swaps_gradients, held_for(self.paths))
+            return cached_sub_group_buffers(self.arrangement.swaps_gradients, cached_sub_groups_for(self.paths))
         if self.arrangement.derives_sizes or self.arrangement.pipelined:
             return optimizer_buffers(PIPELINED if self.arrangement.pipelined else {}, self.arrangement.swaps_gradients)
         return PAPER_OPTIMIZER_BUFFERS

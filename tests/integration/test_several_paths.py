@@ -14,7 +14,7 @@ import subprocess
 import pytest
 from trainings import Job, merged, train_all
 
-from memascend.planner.derived_sizes import held_buffers
+from memascend.planner.derived_sizes import cached_sub_group_buffers
 from tests.loop_devices import loop_device
 from tests.reflinks import file_system_with_reflinks
 from tests.throttled import throttled_paths
@@ -41,7 +41,7 @@ def tiers(folder, names="ab", **options):
 
 def held(sub_groups):
     """The buffers of so many sub-groups in host memory."""
-    return {"zero_optimization": {"offload_optimizer": {"buffer_count": held_buffers(False, sub_groups)}}}
+    return {"zero_optimization": {"offload_optimizer": {"buffer_count": cached_sub_group_buffers(False, sub_groups)}}}
 
 
 def test_two_paths_train_as_plain_offload_and_move_less(tmp_path):

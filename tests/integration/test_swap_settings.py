@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from memascend.integrations.deepspeed.announcement import enabled_line
 from memascend.integrations.deepspeed.derived import DerivedSettings
 from memascend.integrations.deepspeed.parts import Parts
-from memascend.planner.derived_sizes import held_buffers, sub_group_size
+from memascend.planner.derived_sizes import cached_sub_group_buffers, sub_group_size
 
 
 def offloaded(**optimizer):
@@ -98,7 +98,7 @@ def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(m
         counts[left] = kwargs["offload_optimizer_config"].buffer_count
     (line,) = said
     assert "host_memory has room for 4 sub-groups where 2 tiers are busy with 5" in line
-    assert counts == {8000: held_buffers(False, 4), 10**6: held_buffers(False, 10)}
+    assert counts == {8000: cached_sub_group_buffers(False, 4), 10**6: cached_sub_group_buffers(False, 10)}
 
 
 def test_nothing_is_derived_for_what_is_not_on_nvme():

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from memascend.planner.derived_sizes import (
-    held_buffers,
-    held_for,
-    held_in,
-    held_within,
+    cached_sub_group_buffers,
+    cached_sub_groups_for,
+    cached_sub_groups_in,
+    cached_sub_groups_within,
     io_settings,
     largest_sub_group,
     optimizer_buffers,
@@ -67,13 +67,18 @@ def test_they_need_neither_torch_nor_deepspeed():
 
 
 def test_each_path_more_takes_rooms_for_a_read_and_a_write_more():
-    assert [held_for(paths) for paths in (1, 2, 3)] == [3, 5, 7]
+    assert [cached_sub_groups_for(paths) for paths in (1, 2, 3)] == [3, 5, 7]
 
 
 def test_more_host_memory_holds_more_sub_groups_from_three_to_all():
     sizes = {"gradient_bytes": 1000, "buffer_bytes": 100, "sub_groups": 12, "swaps_gradients": False}
-    held = [held_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
+    held = [cached_sub_groups_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
     assert held == [3, 3, 5, 8, 12]
-    assert held_within(3000, **sizes | {"swaps_gradients": True}) == 3
-    assert (held_buffers(False, 5), held_buffers(True, 5)) == (15, 21)
-    assert (held_in(15, False), held_in(16, False), held_in(21, True), held_in(20, True)) == (5, 5, 5, 4)
+    assert cached_sub_groups_within(3000, **sizes | {"swaps_gradients": True}) == 3
+    assert (cached_sub_group_buffers(False, 5), cached_sub_group_buffers(True, 5)) == (15, 21)
+    assert (
+        cached_sub_groups_in(15, False),
+        cached_sub_groups_in(16, False),
+        cached_sub_groups_in(21, True),
+        cached_sub_groups_in(20, True),
+    ) == (5, 5, 5, 4)

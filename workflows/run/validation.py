@@ -29,7 +29,7 @@ from hardware.throttled import throttled_paths
 from memascend.doctor.speed import memory_speed
 from memascend.memory.heap import MALLOC
 from memascend.planner import model_spec
-from memascend.planner.derived_sizes import held_buffers, held_for
+from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
@@ -52,7 +52,9 @@ RUNS: dict[Run, dict[str, Any]] = {
     ("ssdtrain", "ssdtrain"): {"checkpointing": "ssd", "activations": "all"},
 }
 # DeepSpeed's configuration of the pipelined arm has as many buffers as MLP-Offload's (baselines/mlp_offload/system.py).
-SIZES = {("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=held_buffers(False, held_for(2)))}
+SIZES = {
+    ("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=cached_sub_group_buffers(False, cached_sub_groups_for(2)))
+}
 UPDATES_IN_BACKWARD = ("lohan", "optimized")
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"

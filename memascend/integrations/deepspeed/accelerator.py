@@ -32,7 +32,7 @@ _OWNER_BY_FUNCTION = {
     "AsyncPartitionedParameterSwapper.reserve_partitioned_swap_space": "swap_out_buffer",
     "SwapBufferManager.__init__": "optimizer_buffers",
     "GrowingBuffers.allocate": "optimizer_buffers",
-    "HeldSwapper._bring_gradient": GRADIENTS,
+    "CachedSubGroupSwapper._bring_gradient": GRADIENTS,
     "DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer": "gradient_flat_buffer",
     "DeepSpeedZeroOptimizer_Stage3._create_param_groups_fp16_flat_cpu_memory": "parameter_flat_buffer",
     "DeepSpeedZeroOptimizer_Stage3.initialize_optimizer_states": GRADIENTS,

@@ -18,10 +18,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.integrations.conventions import announce
 from memascend.planner.derived_sizes import (
     STATES_AND_GRADIENT,
+    cached_sub_group_buffers,
+    cached_sub_groups_for,
+    cached_sub_groups_within,
     given,
-    held_buffers,
-    held_for,
-    held_within,
     io_settings,
     largest_sub_group,
     optimizer_buffers,
@@ -73,7 +73,7 @@ class DerivedSettings:
                 f"zero_optimization.offload_param.max_in_cpu={self._param['max_in_cpu']:g} keeps that many parameters "
                 "in memory for good; set it to 0, or leave it out, to keep them on NVMe"
             )
-        needed = held_buffers(self._swaps_gradients, 1) if self._tiers else self._optimizer_buffers
+        needed = cached_sub_group_buffers(self._swaps_gradients, 1) if self._tiers else self._optimizer_buffers
         if self._optimizer.get("device") == "nvme" and given(self._optimizer, "buffer_count"):
             count = int(self._optimizer["buffer_count"])
             if count < needed:
@@ -111,26 +111,26 @@ class DerivedSettings:
         types = self._ds_config.get("data_types") or {}
         numel = sum(map(sum, groups))
         sub_groups = sum(-(-sum(group) // size) for group in groups)
-        held = held_within(
+        held = cached_sub_groups_within(
             self.host_left(),
             gradient_bytes=numel * (4 if types.get("grad_accum_dtype") == "fp32" else 2),
             buffer_bytes=largest_sub_group(groups, size) * self._state_bytes,
             sub_groups=sub_groups,
             swaps_gradients=self._swaps_gradients,
         )
-        wanted = min(sub_groups, held_for(len(self._tiers)))
+        wanted = min(sub_groups, cached_sub_groups_for(len(self._tiers)))
         if held < wanted:
             announce(
                 f"memascend: host_memory has room for {held} sub-groups where {len(self._tiers)} tiers are busy with "
                 f"{wanted}: they wait for one another; raise it, or make sub_group_size smaller"
             )
-        return held_buffers(self._swaps_gradients, held)
+        return cached_sub_group_buffers(self._swaps_gradients, held)
 
     @property
     def _optimizer_buffers(self) -> int:
         if not self._tiers:
             return optimizer_buffers(self._optimizer, self._swaps_gradients)
-        return held_buffers(self._swaps_gradients, held_for(len(self._tiers)))
+        return cached_sub_group_buffers(self._swaps_gradients, cached_sub_groups_for(len(self._tiers)))
 
     @property
     def _state_bytes(self) -> int:

@@ -198,7 +198,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         state._undo += [watch_gathers(), give_up_outdated_traces()]
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
-        _install_held_swapper(state, stage3, options.paths)
+        _install_cached_swapper(state, stage3, options.paths)
     elif not swaps_gradients:
         _install_growing_buffers(state)
     derived.reserve = state.store and state.store.reserve
@@ -278,14 +278,14 @@ def _around_update(state: Enabled, paths: TierOptions) -> dict[str, Callable[[],
     return hooks if meter is None else hooks | {"before_update": meter.require_within}
 
 
-def _install_held_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:
-    from .held_swapper import HeldSwapper
+def _install_cached_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:
+    from .cached_subgroup_swapper import CachedSubGroupSwapper
 
     choice = {
         "swaps_gradients": state.parts.gradients == "swapped",
         "keeps": paths.sub_group_order == "alternating",
     }
-    swapper = type("MemAscendHeldSwapper", (HeldSwapper,), choice)
+    swapper = type("MemAscendCachedSubGroupSwapper", (CachedSubGroupSwapper,), choice)
     for name in ("PartitionedOptimizerSwapper", "PipelinedOptimizerSwapper"):
         _replace(state, stage3, name, swapper)
 

@@ -13,7 +13,8 @@ from .stage3_settings import Stage3Settings
 
 
 class OrderedUpdate:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, before all others; its optimizer swapper is a ``HeldSwapper``.
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, before all others; its optimizer swapper is a
+    ``CachedSubGroupSwapper``.
 
     The order turns after each update that was made, not after one that an overflow left out: the swapper has then what
     the next one begins with.

@@ -16,7 +16,7 @@ from typing import Any
 from memascend.baselines.mlp_offload.schedule import paths_of, schedule
 from memascend.baselines.mlp_offload.system import SYSTEM
 from memascend.planner import Workload
-from memascend.planner.derived_sizes import STATES, held_buffers
+from memascend.planner.derived_sizes import STATES, cached_sub_group_buffers
 from memascend.planner.footprint import plan
 from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.machine import Machine
@@ -94,7 +94,7 @@ def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOUR
 
 
 def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
-    buffers = held_buffers(SYSTEM.arms[arm].swaps_gradients, held)
+    buffers = cached_sub_group_buffers(SYSTEM.arms[arm].swaps_gradients, held)
     sizes = SwapSizes(sub_group_size=SUB_GROUP, optimizer_buffers=buffers, bounce_buffers=False)
     size = {"batch": 1, "context": 2048, "dtype": "bf16", "stack": Stack(checkpointing="plain")} | more
     return Workload(spec=PAPER.spec(model), system="mlp_offload", arm=arm, ranks=ranks, sizes=sizes, **size)

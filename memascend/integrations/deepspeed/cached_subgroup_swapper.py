@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper import PartitionedOptimizerSwapper
 
-from memascend.planner.derived_sizes import STATES, held_in
+from memascend.planner.derived_sizes import STATES, cached_sub_groups_in
 from memascend.storage.completion import Completion, all_of
 
 
-class HeldSubGroup:
-    """Room for one sub-group: buffers for master weights and two moments, and for its gradient if that is swapped."""
+class SubGroupSlot:
+    """A place for one sub-group in host memory: buffers for master weights and two moments, and for its gradient if
+    that is swapped."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.buffers, self.gradient = buffers[:STATES], buffers[STATES] if len(buffers) > STATES else None
@@ -34,7 +35,7 @@ class HeldSubGroup:
         self.writing: Completion | None = None
 
 
-class HeldSwapper(PartitionedOptimizerSwapper):
+class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
     """See the module. Called by one thread; transfers end in the dispatcher's."""
 
     swaps_gradients = False
@@ -43,13 +44,13 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lock = threading.RLock()  # of what follows
-        self._rooms: list[HeldSubGroup] = []
-        self._free: list[HeldSubGroup] = []
-        self._held: dict[str, HeldSubGroup] = {}  # by parameter, also while it is read
-        self._writing: deque[HeldSubGroup] = deque()
+        self._slots: list[SubGroupSlot] = []
+        self._free: list[SubGroupSlot] = []
+        self._cached: dict[str, SubGroupSlot] = {}  # by parameter, also while it is read
+        self._writing: deque[SubGroupSlot] = deque()
         self._order: list[Any] = []
         self._position = 0
-        self._beside: torch.Tensor | None = None  # the buffer of the gradient that is in use, beside the rooms
+        self._gradient_buffer: torch.Tensor | None = None  # the buffer of the gradient that is in use, beside the slots
         self._failure: BaseException | None = None
 
     # -- the order of an update ----------------------------------------------------------------------------------------
@@ -58,43 +59,43 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         """The swapped sub-groups in the order in which they will be stepped; their reads begin."""
         self.flush_gradients()
         with self._lock:
-            self._open_rooms()
+            self._open_slots()
             self._order, self._position = list(parameters), 0
-            for room in self._held.values():
-                room.gradient_read = False
+            for slot in self._cached.values():
+                slot.gradient_read = False
         self._advance()
 
     def end_update(self) -> None:
         with self._lock:
             self._order = []
-        self._give_back_beside()
+        self._free_gradient_buffer()
         self._raise_failure()
 
     def settle(self) -> None:
-        """Write out what only host memory has, forget the rest and give the room back to others. Idempotent."""
+        """Write out what only host memory has, forget the rest and give the memory of all slots back. Idempotent."""
         with self._lock:
             self._order = []
-            for room in list(self._held.values()):
-                if room.reading is not None:
-                    room.reading.wait()
-                    room.reading = None
-                if room.dirty:
-                    self._write(room)
+            for slot in list(self._cached.values()):
+                if slot.reading is not None:
+                    slot.reading.wait()
+                    slot.reading = None
+                if slot.dirty:
+                    self._write(slot)
                 else:
-                    self._release(room)
+                    self._release(slot)
         self.wait_written()
         with self._lock:
-            for room in self._rooms:
-                buffers = room.buffers if room.gradient is None else [*room.buffers, room.gradient]
+            for slot in self._slots:
+                buffers = slot.buffers if slot.gradient is None else [*slot.buffers, slot.gradient]
                 self.swap_buffer_manager.free(buffers)
-            self._rooms, self._free = [], []
+            self._slots, self._free = [], []
 
     def wait_written(self) -> None:
         """Until what an update left on its way out has been written; the next forward pass hides that otherwise."""
         with self._lock:
             writing = list(self._writing)
-        for room in writing:
-            self._wait_written(room)
+        for slot in writing:
+            self._wait_written(slot)
         self._raise_failure()
 
     # -- DeepSpeed's calls ---------------------------------------------------------------------------------------------
@@ -107,22 +108,22 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         if not self._order:
             self.flush_gradients()
             with self._lock:
-                self._open_rooms()
-        room = self._room_of(info, parameter)
-        if room.reading is not None:
-            reading, room.reading = room.reading, None
+                self._open_slots()
+        slot = self._slot_of(info, parameter)
+        if slot.reading is not None:
+            reading, slot.reading = slot.reading, None
             try:
                 reading.wait()
             except BaseException:
-                self._release(room)
+                self._release(slot)
                 raise
-        for context, buffer in zip(info.tensors, room.buffers, strict=False):
+        for context, buffer in zip(info.tensors, slot.buffers, strict=False):
             numel = self._io_aligned_numel(info.numel())
             context.set_buffers(
                 compute_buffer=buffer.narrow(0, 0, info.numel()), swap_buffer=buffer.narrow(0, 0, numel)
             )
         if info.has_gradients():
-            self._bring_gradient(info, parameter, room)
+            self._bring_gradient(info, parameter, slot)
         with self._lock:
             self._position = self._index(parameter) + 1
         self._advance()
@@ -130,7 +131,7 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     def moment_buffers(self, info: Any) -> list[torch.Tensor]:
         """For the moments of a sub-group that is swapped in and has none yet."""
         numel = self._io_aligned_numel(info.numel())
-        return [buffer.narrow(0, 0, numel) for buffer in self._held[info.param_id].buffers[1:]]
+        return [buffer.narrow(0, 0, numel) for buffer in self._cached[info.param_id].buffers[1:]]
 
     def swap_out_optimizer_state(self, parameter: Any, async_swap: bool = False) -> None:
         info = self._get_param_swap_info(parameter)
@@ -138,25 +139,25 @@ class HeldSwapper(PartitionedOptimizerSwapper):
             return
         self._take_back_gradient(parameter)
         info.release_unswapped_gradients()
-        room = self._held[info.param_id]
-        self._adopt_moments(room)
-        room.dirty = True
+        slot = self._cached[info.param_id]
+        self._adopt_moments(slot)
+        slot.dirty = True
         position = self._index(parameter)
-        if self._order and self.keeps and position >= len(self._order) - len(self._rooms):
+        if self._order and self.keeps and position >= len(self._order) - len(self._slots):
             return
         with self._lock:
-            self._write(room)
+            self._write(slot)
         if not self._order:
-            self._wait_written(room)
+            self._wait_written(slot)
             self._raise_failure()
 
     def release_swap_buffers(self, parameter: Any) -> None:
         """After a look at the states, which have not changed: what only host memory has stays there."""
         info = self._get_param_swap_info(parameter)
         self._take_back_gradient(parameter)
-        room = None if info is None else self._held.get(info.param_id)
-        if room is not None and not room.dirty:
-            self._release(room)
+        slot = None if info is None else self._cached.get(info.param_id)
+        if slot is not None and not slot.dirty:
+            self._release(slot)
 
     def writeback_optimizer_state_and_gradients(
         self, parameter: Any, write_opt_state: bool, write_gradients: bool
@@ -175,15 +176,15 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         self.settle()
         super().purge_state()
 
-    # -- rooms ---------------------------------------------------------------------------------------------------------
+    # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def _open_rooms(self) -> None:
+    def _open_slots(self) -> None:
         """With the lock held: all of the buffers, but one by which swapped gradients go out in backward."""
-        if self._rooms:
+        if self._slots:
             return
         each = STATES + self.swaps_gradients
         manager = self.swap_buffer_manager
-        count = held_in(manager.count, self.swaps_gradients)
+        count = cached_sub_groups_in(manager.count, self.swaps_gradients)
         if count < 1:
             raise ValueError(
                 f"zero_optimization.offload_optimizer.buffer_count={manager.count} is too small: a sub-group over "
@@ -191,18 +192,18 @@ class HeldSwapper(PartitionedOptimizerSwapper):
             )
         for _ in range(count):
             buffers = manager.allocate(num_elems=self.largest_numel, count=each, dtype=self.dtype)
-            self._rooms.append(HeldSubGroup(buffers))
-        self._free = list(self._rooms)
+            self._slots.append(SubGroupSlot(buffers))
+        self._free = list(self._slots)
 
-    def _room_of(self, info: Any, parameter: Any) -> HeldSubGroup:
+    def _slot_of(self, info: Any, parameter: Any) -> SubGroupSlot:
         """Where the sub-group is, or is being read to."""
         while True:
             with self._lock:
-                room = self._held.get(info.param_id)
-                if room is None and self._free:
-                    room = self._read(info)
-                if room is not None:
-                    return room
+                slot = self._cached.get(info.param_id)
+                if slot is None and self._free:
+                    slot = self._read(info)
+                if slot is not None:
+                    return slot
                 oldest = self._writing[0] if self._writing else None
                 if oldest is None:
                     self._evict()
@@ -211,8 +212,8 @@ class HeldSwapper(PartitionedOptimizerSwapper):
             self._raise_failure()
 
     def _evict(self) -> None:
-        """With the lock held: the sub-group that is needed last gives its room."""
-        last = max(self._held.values(), key=lambda room: self._index_of_id(room.info.param_id))
+        """With the lock held: the sub-group that is needed last gives its slot."""
+        last = max(self._cached.values(), key=lambda slot: self._index_of_id(slot.info.param_id))
         if last.reading is not None:
             last.reading.wait()
             last.reading = None
@@ -232,88 +233,88 @@ class HeldSwapper(PartitionedOptimizerSwapper):
         return len(self._order)
 
     def _advance(self) -> None:
-        """Read ahead as far as there is room, in the order of the update."""
+        """Read ahead as far as slots are free, in the order of the update."""
         with self._lock:
             for parameter in self._order[self._position :]:
                 identity = self.parameter_id(parameter)
-                if identity in self._held:
-                    self._read_gradient(self._held[identity])
+                if identity in self._cached:
+                    self._read_gradient(self._cached[identity])
                     continue
                 if not self._free:
                     return
                 self._read(self.swap_params_info[identity])
 
-    def _read(self, info: Any) -> HeldSubGroup:
-        """With the lock held, into a free room."""
-        room = self._free.pop()
-        room.info, room.dirty = info, False
-        self._held[info.param_id] = room
+    def _read(self, info: Any) -> SubGroupSlot:
+        """With the lock held, into a free slot."""
+        slot = self._free.pop()
+        slot.info, slot.dirty = info, False
+        self._cached[info.param_id] = slot
         numel = self._io_aligned_numel(info.numel())
         try:
             reads = [
                 self.aio_handle.begin_read(buffer.narrow(0, 0, numel), path)
-                for buffer, path in zip(room.buffers, info.get_swap_paths(), strict=False)
+                for buffer, path in zip(slot.buffers, info.get_swap_paths(), strict=False)
             ]
         except BaseException:
-            self._release(room)
+            self._release(slot)
             raise
-        room.reading, room.gradient_read = all_of(reads), False
-        self._read_gradient(room)
-        return room
+        slot.reading, slot.gradient_read = all_of(reads), False
+        self._read_gradient(slot)
+        return slot
 
-    def _read_gradient(self, room: HeldSubGroup) -> None:
+    def _read_gradient(self, slot: SubGroupSlot) -> None:
         """With the lock held, once an update, where gradients are swapped: it is read ahead with the states."""
-        if not self.swaps_gradients or not self._order or room.gradient_read:
+        if not self.swaps_gradients or not self._order or slot.gradient_read:
             return
-        room.gradient_read = True
-        gradient = room.gradient.narrow(0, 0, room.info.numel())
-        paths = room.info.get_swap_gradient_paths()
-        pieces = zip(room.info.get_swap_gradient_buffers(gradient), paths, strict=True)
+        slot.gradient_read = True
+        gradient = slot.gradient.narrow(0, 0, slot.info.numel())
+        paths = slot.info.get_swap_gradient_paths()
+        pieces = zip(slot.info.get_swap_gradient_buffers(gradient), paths, strict=True)
         reads = [self.aio_handle.begin_read(buffer, path) for buffer, path in pieces]
-        room.reading = all_of(reads if room.reading is None else [room.reading, *reads])
+        slot.reading = all_of(reads if slot.reading is None else [slot.reading, *reads])
 
-    def _write(self, room: HeldSubGroup) -> None:
+    def _write(self, slot: SubGroupSlot) -> None:
         """With the lock held. Its memory is free, and that of the next one, when the writes have ended."""
-        info = room.info
+        info = slot.info
         paths = info.get_swap_paths()
         numel = self._io_aligned_numel(info.numel())
         writes = [
             self.aio_handle.begin_write(buffer.narrow(0, 0, numel), path)
-            for buffer, path in zip(room.buffers, paths, strict=False)
+            for buffer, path in zip(slot.buffers, paths, strict=False)
         ]
         info.release_memory()
-        del self._held[info.param_id]
-        self._writing.append(room)
-        room.dirty = False
-        room.writing = all_of(writes)
-        room.writing.add_done_callback(lambda end: self._written(room, end))
+        del self._cached[info.param_id]
+        self._writing.append(slot)
+        slot.dirty = False
+        slot.writing = all_of(writes)
+        slot.writing.add_done_callback(lambda end: self._written(slot, end))
 
-    def _written(self, room: HeldSubGroup, end: Completion) -> None:
+    def _written(self, slot: SubGroupSlot, end: Completion) -> None:
         with self._lock:
-            if room.writing is not end:
+            if slot.writing is not end:
                 return
-            self._writing.remove(room)
-            self._free.append(room)
+            self._writing.remove(slot)
+            self._free.append(slot)
             self._failure = self._failure or end.error()
-            room.writing = None
+            slot.writing = None
         try:
             self._advance()
         except BaseException as error:  # in the dispatcher: raised where the training goes on
             self._failure = self._failure or error
 
-    def _wait_written(self, room: HeldSubGroup) -> None:
-        writing = room.writing
+    def _wait_written(self, slot: SubGroupSlot) -> None:
+        writing = slot.writing
         if writing is not None:
             with contextlib.suppress(Exception):  # kept as the failure
                 writing.wait()
-            self._written(room, writing)
+            self._written(slot, writing)
 
-    def _release(self, room: HeldSubGroup) -> None:
+    def _release(self, slot: SubGroupSlot) -> None:
         with self._lock:
-            room.info.release_memory()
-            self._held.pop(room.info.param_id, None)
-            if room not in self._free:
-                self._free.append(room)
+            slot.info.release_memory()
+            self._cached.pop(slot.info.param_id, None)
+            if slot not in self._free:
+                self._free.append(slot)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -322,15 +323,15 @@ class HeldSwapper(PartitionedOptimizerSwapper):
 
     # -- gradients and moments -----------------------------------------------------------------------------------------
 
-    def _bring_gradient(self, info: Any, parameter: Any, room: HeldSubGroup) -> None:
-        if room.gradient is not None:
-            buffer, there = room.gradient, room.gradient_read
+    def _bring_gradient(self, info: Any, parameter: Any, slot: SubGroupSlot) -> None:
+        if slot.gradient is not None:
+            buffer, there = slot.gradient, slot.gradient_read
         else:
-            if self._beside is None:
-                self._beside = self.aio_handle.new_cpu_locked_tensor(
+            if self._gradient_buffer is None:
+                self._gradient_buffer = self.aio_handle.new_cpu_locked_tensor(
                     self.largest_numel, torch.empty(0, dtype=self.dtype)
                 )
-            buffer, there = self._beside, False
+            buffer, there = self._gradient_buffer, False
         parameter.grad = buffer.narrow(0, 0, info.numel())
         if info.swapped_gradients and not there:
             self._swap_in_pinned_gradients(self.aio_handle, parameter, parameter.grad)
@@ -340,24 +341,24 @@ class HeldSwapper(PartitionedOptimizerSwapper):
     def _take_back_gradient(self, parameter: Any) -> None:
         parameter.grad = None
         if not self._order:
-            self._give_back_beside()
+            self._free_gradient_buffer()
 
-    def _give_back_beside(self) -> None:
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            self.aio_handle.free_cpu_locked_tensor(beside)
+    def _free_gradient_buffer(self) -> None:
+        buffer, self._gradient_buffer = self._gradient_buffer, None
+        if buffer is not None:
+            self.aio_handle.free_cpu_locked_tensor(buffer)
 
-    def _adopt_moments(self, room: HeldSubGroup) -> None:
+    def _adopt_moments(self, slot: SubGroupSlot) -> None:
         """States that the optimizer made in memory of its own are copied to where they will be written from."""
-        tensors = room.info.tensors
-        if len(tensors) > len(room.buffers):
+        tensors = slot.info.tensors
+        if len(tensors) > len(slot.buffers):
             raise RuntimeError(
                 f"memascend.tiers: this optimizer has {len(tensors)} tensors per parameter, AdamW {STATES}: use AdamW, "
                 "or remove tiers"
             )
-        numel = self._io_aligned_numel(room.info.numel())
-        for context, buffer in zip(tensors, room.buffers, strict=False):
+        numel = self._io_aligned_numel(slot.info.numel())
+        for context, buffer in zip(tensors, slot.buffers, strict=False):
             if context.compute_tensor.data_ptr() != buffer.data_ptr():
-                compute = buffer.narrow(0, 0, room.info.numel())
+                compute = buffer.narrow(0, 0, slot.info.numel())
                 compute.copy_(context.compute_tensor)
                 context.set_buffers(compute_buffer=compute, swap_buffer=buffer.narrow(0, 0, numel))
