@@ -69,9 +69,9 @@ class Muonlike:
 def test_one_line_says_where_gradients_are_not_converted_as_they_are_read(caplog, adamw, others, said):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from memascend.integrations.deepspeed.late_conversion import LateConversion
+    from memascend.integrations.deepspeed.deferred_grad_conversion import DeferredGradConversion
 
-    class OneSubGroup(LateConversion):
+    class OneSubGroup(DeferredGradConversion):
         grad_partitions_flat_buffer = torch.zeros(8)
         subgroup_to_device = ("cpu",)
         fp16_partitioned_groups_flat_numel, _flat_begin = (8,), (0,)
@@ -84,7 +84,7 @@ def test_one_line_says_where_gradients_are_not_converted_as_they_are_read(caplog
             vars(self).update(others)
 
     training = OneSubGroup()
-    assert [training._as_it_lies(0) for _ in range(2)] == [None, None]
+    assert [training._unconverted(0) for _ in range(2)] == [None, None]
     (line,) = caplog.messages
     assert said in line
 

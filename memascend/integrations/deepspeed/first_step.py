@@ -55,7 +55,7 @@ class FirstStepInPlace:
         super()._prepare_sub_group(sub_group_id, timer_names)
         if SWAPS_CONTEXTS and self._swappable_optimizer_subgroup(sub_group_id):
             parameter = self.fp32_partitioned_groups_flat[sub_group_id]
-            if parameter.grad is not None or self.late_gradient is not None:
+            if parameter.grad is not None or self.unconverted_gradient is not None:
                 make_moments_in_swap_buffers(self.optimizer, self.optimizer_swapper, parameter)
 
 

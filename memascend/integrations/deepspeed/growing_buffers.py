@@ -1,7 +1,7 @@
 """Optimizer buffers of one path without one for the gradient, where gradients are kept and read where they lie.
 
-A sub-group that needs its gradient in a buffer all the same (:mod:`.late_conversion` says when) gets one more, which
-stays: the next step needs it again.
+A sub-group that needs its gradient in a buffer all the same (:mod:`.deferred_grad_conversion` says when) gets one more,
+which stays: the next step needs it again.
 """
 
 from __future__ import annotations

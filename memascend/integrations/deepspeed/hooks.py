@@ -36,7 +36,7 @@ from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
 from .announcement import nothing_offloaded
 from .derived import DerivedSettings
 from .parts import TODAY, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
-from .signatures import CPU_HOOKS, HOOKS, LATE_CONVERSION_HOOKS, check_hooks, has_hooks, untried_version_warning
+from .signatures import CPU_HOOKS, DEFERRED_CONVERSION_HOOKS, HOOKS, check_hooks, has_hooks, untried_version_warning
 from .swap_store import SwapStore
 from .tier_options import TierOptions
 
@@ -139,7 +139,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
     derived = None
     if state.parts != TODAY:
-        swaps_gradients = state.parts.gradients == "swapped" or not has_hooks(LATE_CONVERSION_HOOKS)
+        swaps_gradients = state.parts.gradients == "swapped" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
         derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     untried = untried_version_warning(deepspeed.__version__)
     state.warnings += [untried] if untried else []

@@ -210,12 +210,12 @@ class IdleGradients:
         if timer_names is None and _TIMERS_REQUIRED:
             timer_names = set()
         super()._optimizer_states_and_gradient_swap_in(sub_group_id, timer_names)
-        if sub_group_id in self._pieces and self.late_gradient is None:
+        if sub_group_id in self._pieces and self.unconverted_gradient is None:
             self._pieces[sub_group_id].complete(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
         super()._prepare_sub_group(sub_group_id, timer_names)
-        if sub_group_id in self._pieces and self.late_gradient is None:
+        if sub_group_id in self._pieces and self.unconverted_gradient is None:
             self._pieces[sub_group_id].settle(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.ops.adamw import ROUNDING_SEED, adamw_
 from memascend.ops.unscale import unscale_norm_overflow_
 
-from .late_conversion import adam_state
+from .deferred_grad_conversion import adam_state
 
 
 class FastNumerics:
@@ -68,7 +68,7 @@ class FastNumerics:
             super()._optimizer_step(sub_group_id)
             return
         param = self.fp32_partitioned_groups_flat[sub_group_id]
-        gradient, self.late_gradient = self._readable(param), None
+        gradient, self.unconverted_gradient = self._readable(param), None
         if gradient is None:
             return
         group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
@@ -91,8 +91,8 @@ class FastNumerics:
 
     def _readable(self, param: torch.Tensor) -> torch.Tensor | None:
         """The gradient: in the flat buffer, which the kernel converts as it reads, or where DeepSpeed has it."""
-        if self.late_gradient is not None:
-            return self.late_gradient
+        if self.unconverted_gradient is not None:
+            return self.unconverted_gradient
         return None if param.grad is None else param.grad.data
 
 

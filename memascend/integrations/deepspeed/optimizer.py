@@ -17,18 +17,18 @@ from memascend.integrations.conventions import announce
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
 from .announcement import enabled_line
+from .deferred_grad_conversion import DeferredGradConversion
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
 from .idle_gradients import IdleGradients
 from .kept_gradients import KeptGradients
-from .late_conversion import LateConversion
 from .ordered_update import OrderedUpdate
 from .placed_states import PlacedStates
 from .signatures import (
+    DEFERRED_CONVERSION_HOOKS,
     FAST_HOOKS,
     FIRST_STEP_HOOKS,
     IDLE_GRADIENT_HOOKS,
     KEPT_GRADIENT_HOOKS,
-    LATE_CONVERSION_HOOKS,
     ORDERED_HOOKS,
     PLACED_HOOKS,
     check_hooks,
@@ -62,9 +62,9 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
         check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
         bases.insert(0, KeptGradients)
         if settings.tiers:
-            check_hooks(LATE_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'swapped'")
-        if has_hooks(LATE_CONVERSION_HOOKS):  # DeepSpeed 0.16 has another way from the device to the swapper
-            bases.insert(0, LateConversion)
+            check_hooks(DEFERRED_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+        if has_hooks(DEFERRED_CONVERSION_HOOKS):  # DeepSpeed 0.16 has another way from the device to the swapper
+            bases.insert(0, DeferredGradConversion)
     if settings.tiers:
         check_hooks(ORDERED_HOOKS, otherwise="leave memascend.tiers out")
     if settings.parts.numerics == "fast":
@@ -92,7 +92,7 @@ class OurStage3:
     """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: derived settings, swap limit, overflow check."""
 
     settings: Stage3Settings
-    late_gradient: torch.Tensor | None = None
+    unconverted_gradient: torch.Tensor | None = None
 
     def __init__(self, module: torch.nn.Module, init_optimizer: Any, *args: Any, **kwargs: Any) -> None:
         if self.settings.derived is not None:

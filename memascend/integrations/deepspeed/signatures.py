@@ -189,7 +189,7 @@ KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
     _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),
 )
 
-LATE_CONVERSION_HOOKS: tuple[Hook, ...] = (
+DEFERRED_CONVERSION_HOOKS: tuple[Hook, ...] = (
     _stage3(
         "delayed conversion",
         "_offload_grad_partition_at_boundary",

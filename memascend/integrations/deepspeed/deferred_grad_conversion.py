@@ -27,14 +27,14 @@ from .idle_gradients import Factor
 from .stage3_settings import Stage3Settings
 
 
-class LateConversion:
+class DeferredGradConversion:
     """Mixin before :class:`.kept_gradients.KeptGradients`."""
 
     settings: Stage3Settings
-    late_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is
+    unconverted_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._late_factor: Factor = 1.0
+        self._deferred_factor: Factor = 1.0
         self._piece: torch.Tensor | None = None
         self._told = False
         super().__init__(*args, **kwargs)
@@ -52,24 +52,24 @@ class LateConversion:
         offsets.setdefault(sub_group, []).append(offset)
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
-        self.late_gradient = self._as_it_lies(sub_group_id)
-        with self._left_where_they_lie(sub_group_id):
+        self.unconverted_gradient = self._unconverted(sub_group_id)
+        with self._gradients_hidden(sub_group_id):
             super()._prepare_sub_group(sub_group_id, timer_names)
 
     @contextlib.contextmanager
-    def _left_where_they_lie(self, sub_group_id: int) -> Iterator[None]:
+    def _gradients_hidden(self, sub_group_id: int) -> Iterator[None]:
         """Meanwhile the swapper finds no gradient of this sub-group, nor of the one that it reads ahead, to bring."""
         indices = [sub_group_id] if sub_group_id in self._pieces else []
         following = self.next_swappable_fp32_partitioned_groups[sub_group_id] if indices else None
         if following is not None:
             indices.append(self._sub_group_of[self.optimizer_swapper.parameter_id(following)])
-        late = [self._pieces[index] for index in indices if self._as_it_lies(index) is not None]
+        hidden = [self._pieces[index] for index in indices if self._unconverted(index) is not None]
         with contextlib.ExitStack() as stack:
-            for pieces in late:
+            for pieces in hidden:
                 stack.enter_context(pieces.hidden())
             yield
 
-    def _as_it_lies(self, sub_group_id: int) -> torch.Tensor | None:
+    def _unconverted(self, sub_group_id: int) -> torch.Tensor | None:
         """The sub-group's part of the flat buffer, where that is its gradient."""
         if sub_group_id not in self._pieces:
             return None
@@ -95,14 +95,14 @@ class LateConversion:
         return next((f"{named} is in use" for name, named in others.items() if getattr(self, name, None)), None)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        if self.late_gradient is None:
+        if self.unconverted_gradient is None:
             super().unscale_and_clip_grads(sub_group_id, total_norm)
             return
-        self._late_factor = self._factor_of_step(total_norm)
-        self._note_scaling(sub_group_id, self._late_factor)
+        self._deferred_factor = self._factor_of_step(total_norm)
+        self._note_scaling(sub_group_id, self._deferred_factor)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        gradient, self.late_gradient = self.late_gradient, None
+        gradient, self.unconverted_gradient = self.unconverted_gradient, None
         if gradient is None:
             super()._optimizer_step(sub_group_id)
             return
@@ -114,7 +114,7 @@ class LateConversion:
         for begin, converted in self._converted(gradient, parameter.dtype):
             tensors = (parameter.data, state["exp_avg"], state["exp_avg_sq"])
             master, *moments = (tensor.narrow(0, begin, converted.numel()) for tensor in tensors)
-            converted.mul_(self._late_factor)
+            converted.mul_(self._deferred_factor)
             adam.ds_opt_adam.adam_update(adam.opt_id, state["step"], *options, master, converted, *moments)
 
     def _converted(self, gradient: torch.Tensor, dtype: torch.dtype) -> Any:
