@@ -23,7 +23,7 @@ OF_PARTS = {
     "checkpoints": ("CHECKPOINT_HOOKS", {}),
     "first step": ("FIRST_STEP_HOOKS", {}),
     "bf16 states": ("BF16_HOOKS", {"optimizer_states": "bf16"}),
-    "idle gradients": ("IDLE_GRADIENT_HOOKS", {}),
+    "unused parameters": ("UNUSED_PARAMETER_HOOKS", {}),
     "kept gradients": ("KEPT_GRADIENT_HOOKS", {"gradients": "kept"}),
     "fast numerics": ("FAST_HOOKS", {"numerics": "fast"}),
 }

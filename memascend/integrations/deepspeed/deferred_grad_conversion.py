@@ -23,8 +23,8 @@ from memascend.integrations.conventions import announce
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.run_buffers import conversion_buffer
 
-from .idle_gradients import Factor
 from .stage3_settings import Stage3Settings
+from .unused_parameters import Factor
 
 
 class DeferredGradConversion:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class KeptGradients:
-    """Mixin over :class:`.idle_gradients.IdleGradients` that swaps no gradients that the flat buffer holds."""
+    """Mixin over :class:`.unused_parameters.UnusedParameters` that swaps no gradients that the flat buffer holds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._in_earlier_micro_batches: dict[Any, None] = {}  # parameters, in order; of this step

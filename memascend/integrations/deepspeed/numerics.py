@@ -22,7 +22,7 @@ from .deferred_grad_conversion import adam_state
 
 
 class FastNumerics:
-    """Mixin over :class:`.idle_gradients.IdleGradients` with the fused norm and AdamW."""
+    """Mixin over :class:`.unused_parameters.UnusedParameters` with the fused norm and AdamW."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._norm_saw_overflow = self._norm_elsewhere = False

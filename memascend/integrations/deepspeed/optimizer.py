@@ -19,7 +19,6 @@ from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overf
 from .announcement import enabled_line
 from .deferred_grad_conversion import DeferredGradConversion
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
-from .idle_gradients import IdleGradients
 from .kept_gradients import KeptGradients
 from .ordered_update import OrderedUpdate
 from .placed_states import PlacedStates
@@ -27,16 +26,17 @@ from .signatures import (
     DEFERRED_CONVERSION_HOOKS,
     FAST_HOOKS,
     FIRST_STEP_HOOKS,
-    IDLE_GRADIENT_HOOKS,
     KEPT_GRADIENT_HOOKS,
     ORDERED_HOOKS,
     PLACED_HOOKS,
+    UNUSED_PARAMETER_HOOKS,
     check_hooks,
     has_hooks,
 )
 from .stage3_settings import Stage3Settings
 from .storage_user import StorageUser
 from .swapped_states import ExactCheckpoints
+from .unused_parameters import UnusedParameters
 
 _CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
     "fused": has_overflow,
@@ -49,8 +49,8 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
     """Subclass of DeepSpeed's stage-3 optimizer. Raises RuntimeError where a hook has changed."""
     bases: list[type] = [OurStage3, StorageUser]
     if settings.derived is not None:
-        check_hooks(IDLE_GRADIENT_HOOKS)
-        bases += [ExactCheckpoints, IdleGradients] if settings.exact_checkpoints else [IdleGradients]
+        check_hooks(UNUSED_PARAMETER_HOOKS)
+        bases += [ExactCheckpoints, UnusedParameters] if settings.exact_checkpoints else [UnusedParameters]
     if settings.allocator is not None:
         if SWAPS_CONTEXTS:
             check_hooks(FIRST_STEP_HOOKS)

@@ -144,7 +144,7 @@ CHECKPOINT_HOOKS: tuple[Hook, ...] = (
     _stage3("checkpoints", "_reassign_or_swap_out_partitioned_parameters", "sub_group_id"),
     _stage3("checkpoints", "_swappable_optimizer_subgroup", "sub_group_id"),
     _stage3("checkpoints", "_set_fp32_optimizer_param_groups"),
-    _stage3("idle gradients", "_writeback_swap_state", "sub_group_id", "write_opt_state", "write_gradients"),
+    _stage3("unused parameters", "_writeback_swap_state", "sub_group_id", "write_opt_state", "write_gradients"),
     _stage3("checkpoints", "_clear_fp32_optimizer_param_groups"),
     Hook("checkpoints", _UTILS, "OptimizerStateSwapInfo.add_state_tensors", ("self", "tensor_list")),
     Hook("checkpoints", f"{_SWAP}.utils", "SwapBufferManager.allocate", ("self", "num_elems", "count", "dtype")),
@@ -167,23 +167,25 @@ FIRST_STEP_HOOKS: tuple[Hook, ...] = (
 )
 
 _SWAP_OUT_GRADIENTS = ("self", "parameter", "gradient_offsets", "gradient_tensors")
-IDLE_GRADIENT_HOOKS: tuple[Hook, ...] = (
+UNUSED_PARAMETER_HOOKS: tuple[Hook, ...] = (
     *(
-        Hook("idle gradients", f"{_SWAP}.{module}", f"{swapper}.swap_out_gradients", _SWAP_OUT_GRADIENTS)
+        Hook("unused parameters", f"{_SWAP}.{module}", f"{swapper}.swap_out_gradients", _SWAP_OUT_GRADIENTS)
         for module, swapper in (
             ("partitioned_optimizer_swapper", "PartitionedOptimizerSwapper"),
             ("pipelined_optimizer_swapper", "PipelinedOptimizerSwapper"),
         )
     ),
-    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.has_gradients", ("self",)),
-    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.get_or_create_gradient_paths", ("self", "offsets")),
-    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
-    Hook("idle gradients", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
-    Hook("idle gradients", _UTILS, "OptimizerSwapper._adjust_for_misaligned_lengths", ("self", "tensors", "offsets")),
-    _stage3("idle gradients", "_optimizer_states_and_gradient_swap_in", "sub_group_id"),
-    _stage3("idle gradients", "_prepare_sub_group", "sub_group_id", "timer_names"),
-    _stage3("idle gradients", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
-    _stage3("idle gradients", "step", "closure"),
+    Hook("unused parameters", _UTILS, "OptimizerStateSwapInfo.has_gradients", ("self",)),
+    Hook("unused parameters", _UTILS, "OptimizerStateSwapInfo.get_or_create_gradient_paths", ("self", "offsets")),
+    Hook("unused parameters", _UTILS, "OptimizerStateSwapInfo.read_unswapped_gradients", ("self", "dest_buffer")),
+    Hook("unused parameters", _UTILS, "OptimizerStateSwapInfo.release_unswapped_gradients", ("self",)),
+    Hook(
+        "unused parameters", _UTILS, "OptimizerSwapper._adjust_for_misaligned_lengths", ("self", "tensors", "offsets")
+    ),
+    _stage3("unused parameters", "_optimizer_states_and_gradient_swap_in", "sub_group_id"),
+    _stage3("unused parameters", "_prepare_sub_group", "sub_group_id", "timer_names"),
+    _stage3("unused parameters", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
+    _stage3("unused parameters", "step", "closure"),
 )
 KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
     _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),

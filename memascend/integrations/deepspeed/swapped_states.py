@@ -66,8 +66,8 @@ class Exported:
 
 
 class ExactCheckpoints:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` over :class:`.idle_gradients.IdleGradients`: a load restores what an
-    uninterrupted run would have, to the bit.
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` over :class:`.unused_parameters.UnusedParameters`: a load restores
+    what an uninterrupted run would have, to the bit.
 
     Stock, with an optimizer on NVMe, forgets the moments and step counts of swapped sub-groups, the sub-groups in
     memory, and the loss scaler; and it cannot load parameters that are on NVMe when the optimizer is not.

@@ -7,7 +7,7 @@ compared, for both engines and both ways of gradients.
 from __future__ import annotations
 
 import pytest
-from idle_trainings import Job, train_all
+from unused_parameter_trainings import Job, train_all
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 

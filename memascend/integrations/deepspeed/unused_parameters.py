@@ -176,7 +176,7 @@ class GradientPieces:
         return self._swapper.aio_handle
 
 
-class IdleGradients:
+class UnusedParameters:
     """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: parameters that get no gradient train as with CPU offload."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
