@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,22 @@ class Arrangement:
     placement: str | None = None  # of host buffers on NUMA nodes, as the key of a run; None: as the run says
 
 
+_RENAMED = {"kept": "host", "swapped": "nvme"}  # values of the part `gradients` that are deprecated
+
+
+def where_gradients_wait(parts: Mapping[str, Any], default: str = "nvme") -> Any:
+    """The part `gradients`, by its name of now: `host` or `nvme`, or what a user has written in their place."""
+    given = parts.get("gradients", default)
+    if not isinstance(given, str) or given not in _RENAMED:
+        return given
+    warnings.warn(
+        f"memascend.gradients: {given!r} is now called {_RENAMED[given]!r}; memascend 2.0 will no longer accept it",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return _RENAMED[given]
+
+
 _PINNED = {"exact": "page_aligned", "power_of_two": "power_of_two"}
 _POOLS = {"adaptive": "adaptive", "monolithic": "one_tensor", "monolithic_separate": "separate", "stock": "one_tensor"}
 
@@ -70,6 +87,8 @@ def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: An
     if parts.get("pool", "adaptive") not in _POOLS:
         hint = did_you_mean(parts["pool"], _POOLS)
         raise ValueError(f"memascend.pool: {parts['pool']!r} is unknown{hint}; choose one of {', '.join(_POOLS)}")
+    if "gradients" in parts:
+        parts = {**parts, "gradients": where_gradients_wait(parts)}
     pinned = _PINNED.get(parts.get("pinned", "exact"))
     overflow = parts.get("overflow", "fused")
     chosen = ", ".join(f"{name} {parts[name]}" for name, value in DEFAULTS.items() if parts.get(name, value) != value)
@@ -81,7 +100,7 @@ def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: An
         "pool": _POOLS[parts.get("pool", "adaptive")],
         "overflow": "chain" if overflow == "stock" else overflow,
         "states": parts.get("optimizer_states"),
-        "swaps_gradients": parts.get("gradients", "swapped") == "swapped",
+        "swaps_gradients": parts.get("gradients", "nvme") == "nvme",
         "direct": parts.get("aio", "direct") == "direct",
     }
     return Arrangement(**fields | others)
@@ -94,6 +113,6 @@ DEFAULTS = {
     "overflow": "fused",
     "aio": "direct",
     "optimizer_states": "fp32",
-    "gradients": "swapped",
+    "gradients": "nvme",
     "numerics": "exact",
 }

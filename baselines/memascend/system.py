@@ -23,7 +23,7 @@ _ARMS = {
     "memascend_fast": _arm("own AdamW", {**_ALL, "numerics": "fast"}),
     "memascend_bf16": _arm("bf16 states", {**_BF16, "numerics": "fast"}),
     "memascend_bf16_nearest": _arm("bf16 states, nearest rounding", {**_BF16, "numerics": "exact"}),
-    "memascend_kept_gradients": _arm("gradients kept", {**_ALL, "gradients": "kept"}),
+    "memascend_kept_gradients": _arm("gradients kept", {**_ALL, "gradients": "host"}),
     "pinned_only": _arm("pinned memory only", {**_PUBLISHED, "pinned": "exact"}),
     "pool_only": _arm("pool only", {**_PUBLISHED, "pool": "adaptive"}),
     "memascend_on_files": _arm("a file for each tensor", {**_ALL, "aio": "file"}),

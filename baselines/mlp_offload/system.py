@@ -22,7 +22,7 @@ _BUFFERS = cached_sub_group_buffers(False, cached_sub_groups_for(len(_PATHS)))
 def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: bool = True, **others: Any) -> Arrangement:
     parts: dict[str, Any] = {
         **_PARTS,
-        "gradients": "kept" if keeps else "swapped",
+        "gradients": "host" if keeps else "nvme",
         "sub_group_order": "alternating" if turns else "ascending",
         "tier_exclusive": exclusive,
         **others.pop("keys", {}),

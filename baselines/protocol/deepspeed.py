@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.arrangements import Arrangement
+from memascend.arrangements import Arrangement, where_gradients_wait
 from memascend.baselines.protocol.described import PlannedSystem
 from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
@@ -120,7 +120,7 @@ class DeepSpeedSystem(PlannedSystem):
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
         zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
         if arm.derives_sizes and "sub_group_size" in prepared:
-            swaps_gradients = arm.parts.get("gradients", "kept" if config.tiers else "swapped") == "swapped"
+            swaps_gradients = where_gradients_wait(arm.parts, "host" if config.tiers else "nvme") == "nvme"
             if config.tiers:
                 paths = 1 if arm.first_path else len(config.tiers)
                 zero["offload_optimizer"]["buffer_count"] = cached_sub_group_buffers(

@@ -46,10 +46,10 @@ _OF_OWNER = {
 }
 
 
-def class_of(owner: str, *, kept_gradients: bool = False) -> str | None:
+def class_of(owner: str, *, host_gradients: bool = False) -> str | None:
     """The class of what an owner of ledger entries holds; None for what is no tensor of the training. With
-    `kept_gradients` the optimizer reads gradients from the flat buffer itself, so the CPU computes on it (level 1)."""
-    if kept_gradients and owner == FLAT_BUFFER:
+    `host_gradients` the optimizer reads gradients from the flat buffer itself, so the CPU computes on it (level 1)."""
+    if host_gradients and owner == FLAT_BUFFER:
         return GRADIENTS
     return owner if owner in LEVELS else _OF_OWNER.get(owner)
 
@@ -61,7 +61,7 @@ class ByClass:
 
     placements: Mapping[str, Placement]
     otherwise: Placement | None = None
-    kept_gradients: bool = False  # see `class_of`
+    host_gradients: bool = False  # see `class_of`
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.placements) - set(LEVELS))
@@ -70,7 +70,7 @@ class ByClass:
 
     def of(self, owner: str) -> Placement | None:
         """Where a buffer of this owner goes."""
-        found = class_of(owner, kept_gradients=self.kept_gradients)
+        found = class_of(owner, host_gradients=self.host_gradients)
         return self.otherwise if found is None else self.placements.get(found, self.otherwise)
 
     def __str__(self) -> str:

@@ -177,13 +177,13 @@ def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice
     return choose(work, machine, activation_room(work, gpu_bytes))
 
 
-def _nodes(host: Plan, machine: Machine | None, policy: str | None, kept_gradients: bool) -> NodePlan | None:
+def _nodes(host: Plan, machine: Machine | None, policy: str | None, host_gradients: bool) -> NodePlan | None:
     described = machine.described.get("memory_nodes") if machine else None
     if machine is None or not described or len(described) < 2:
         return None
     topology = topology_of(machine.described, machine.name)
     names = {number: str(entry.get("name", number)) for number, entry in zip(topology.nodes, described, strict=True)}
-    return place(host.entries, topology, policy, names, kept_gradients=kept_gradients)
+    return place(host.entries, topology, policy, names, host_gradients=host_gradients)
 
 
 def _others(work: Workload) -> Iterator[Plan]:

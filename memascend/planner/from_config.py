@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend.arrangements import Arrangement, arrangement_of_parts
+from memascend.arrangements import Arrangement, arrangement_of_parts, where_gradients_wait
 from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import given, io_settings, optimizer_buffers
 from memascend.planner.options import MODEL_OPTIONS, Stack
@@ -177,7 +177,7 @@ def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
             f'"{SECTION}.tier_placement" must name a number for each of {len(tiers)} paths, got {placed!r}'
         )
     turns = section.get("sub_group_order", "alternating") == "alternating"
-    named = {"gradients": "kept", **section}
+    named = {"gradients": "host", **section}
     label = f"MemAscend over {len(tiers)} path{'s' if len(tiers) > 1 else ''}"
     more = {"derives_sizes": True, "over_paths": True, "turns_order": turns}
     return arrangement_of_parts(named, label, weights_on_gpu=weights_on_gpu, **more)
@@ -248,7 +248,7 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
         named = _size(section, key, f"zero_optimization.{where}")
         return named if named is not None else None if ours else stock
 
-    swaps_gradients = _section(config, SECTION).get("gradients", "swapped") == "swapped"
+    swaps_gradients = where_gradients_wait(_section(config, SECTION)) == "nvme"
     derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
     derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}

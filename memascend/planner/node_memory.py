@@ -96,16 +96,16 @@ def place(
     policy: str | None,
     names: Mapping[int, str] | None = None,
     *,
-    kept_gradients: bool = False,
+    host_gradients: bool = False,
 ) -> NodePlan:
-    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first; `kept_gradients`:
+    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first; `host_gradients`:
     as `class_of` takes it."""
     chosen = PlacementPolicy.parse(policy or LATENCY_FIRST)
     capacity = {number: node.total_bytes for number, node in topology.nodes.items()}
     sizes: dict[str, int] = {}
     for entry in entries:
         if entry.role == HOST:
-            name = class_of(entry.owner, kept_gradients=kept_gradients) or OTHER
+            name = class_of(entry.owner, host_gradients=host_gradients) or OTHER
             sizes[name] = sizes.get(name, 0) + entry.reserved_bytes
     other = sizes.pop(OTHER, 0)
     common: dict[str, Any] = {

@@ -24,7 +24,7 @@ OF_PARTS = {
     "first step": ("FIRST_STEP_HOOKS", {}),
     "bf16 states": ("BF16_HOOKS", {"optimizer_states": "bf16"}),
     "unused parameters": ("UNUSED_PARAMETER_HOOKS", {}),
-    "kept gradients": ("KEPT_GRADIENT_HOOKS", {"gradients": "kept"}),
+    "host gradients": ("HOST_GRADIENT_HOOKS", {"gradients": "host"}),
     "fast numerics": ("FAST_HOOKS", {"numerics": "fast"}),
 }
 
@@ -113,7 +113,7 @@ def test_what_is_overridden_in_a_class_of_deepspeeds_is_a_hook(has_every_part):
         (optimizer_utils, "SwapTensorContext"),
     )
     stock = [getattr(module, name) for module, name in owners]
-    sections = [{"gradients": "kept", "numerics": "fast"}, {"optimizer_states": "bf16"}]
+    sections = [{"gradients": "host", "numerics": "fast"}, {"optimizer_states": "bf16"}]
     places = {hook.place for name in dir(signatures) if name.endswith("HOOKS") for hook in getattr(signatures, name)}
     overridden = set()
     for section in sections:

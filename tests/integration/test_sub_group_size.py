@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import idle_trainings
 import pytest
 import trainings
-from idle_trainings import EXPERTS, HIDDEN, WIDTH
+import unused_parameter_trainings
+from unused_parameter_trainings import EXPERTS, HIDDEN, WIDTH
 
 from memascend.planner.derived_sizes import sub_group_size
 
@@ -18,11 +18,11 @@ CLIPPED = {"experts": (((0, 1),),) * 8, "config": {"gradient_clipping": 0.05}}
 @pytest.fixture(scope="module")
 def clipped(tmp_path_factory):
     jobs = [
-        idle_trainings.Job(name="derived", parts={}, sub_group_size=None, **CLIPPED),
-        idle_trainings.Job(name="same_in_memory", sub_group_size=sub_group_size([SIZES]), **CLIPPED),
-        idle_trainings.Job(name="default_in_memory", sub_group_size=10**9, **CLIPPED),
+        unused_parameter_trainings.Job(name="derived", parts={}, sub_group_size=None, **CLIPPED),
+        unused_parameter_trainings.Job(name="same_in_memory", sub_group_size=sub_group_size([SIZES]), **CLIPPED),
+        unused_parameter_trainings.Job(name="default_in_memory", sub_group_size=10**9, **CLIPPED),
     ]
-    return idle_trainings.train_all(jobs, tmp_path_factory.mktemp("clipped"))
+    return unused_parameter_trainings.train_all(jobs, tmp_path_factory.mktemp("clipped"))
 
 
 def test_with_one_sub_group_size_the_offloads_are_equal_to_the_last_bit(clipped):

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 OURS = {
     "direct": {"aio": "direct"},
     "file": {"aio": "file"},
-    "kept": {"gradients": "kept"},
-    "paths": {"gradients": "kept", "tiers": ["a", "b"]},  # converted as AdamW reads them, where none is idle
+    "kept": {"gradients": "host"},
+    "paths": {"gradients": "host", "tiers": ["a", "b"]},  # converted as AdamW reads them, where none is idle
 }
 ALL, FIRST, SECOND, NONE = (0, 1), (0,), (1,), ()
 FP16 = {"dtype": "fp16", "config": {"fp16": {"initial_scale_power": 4, "hysteresis": 1}}}
@@ -86,7 +86,7 @@ def test_kept_gradients_refuse_what_they_have_overwritten(results):
     error = results["in_one_micro_batch-kept"]["error"]
     assert "\n" not in error
     assert "not in the last one" in error
-    assert "set memascend.gradients to 'swapped'" in error
+    assert "set memascend.gradients to 'nvme'" in error
 
 
 def test_the_reference_does_what_the_tests_are_about(results):
@@ -120,7 +120,7 @@ def test_both_engines_and_both_ways_of_gradients_under_every_condition(tmp_path,
     # last rank's partition past the end).
     conditions = {name: fields for name, fields in CONDITIONS.items() if ranks == 1 or name != "set"}
     jobs = [job for condition, fields in conditions.items() for job in jobs_of(condition, fields, OURS)]
-    swapped = {name: parts for name, parts in OURS.items() if parts.get("gradients") != "kept"}
+    swapped = {name: parts for name, parts in OURS.items() if parts.get("gradients") != "host"}
     jobs += jobs_of("in_one_micro_batch", IN_ONE_MICRO_BATCH, swapped)
     results = train_all(jobs, tmp_path, ranks=ranks, timeout_s=1200)
     for condition in conditions:

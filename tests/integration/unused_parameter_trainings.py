@@ -1,7 +1,7 @@
 """Trainings of a small model with parameters that get a gradient always, sometimes or never, several in one process.
 
-Started as ``python idle_trainings.py JOBS RESULTS`` by :func:`train_all`. A :class:`Job` says which experts compute in
-which micro batch; all ranks agree on it, because ZeRO-3 reduces each gradient over all of them.
+Started as ``python unused_parameter_trainings.py JOBS RESULTS`` by :func:`train_all`. A :class:`Job` says which experts
+compute in which micro batch; all ranks agree on it, because ZeRO-3 reduces each gradient over all of them.
 """
 
 from __future__ import annotations

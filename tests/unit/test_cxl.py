@@ -123,7 +123,7 @@ def test_a_plan_never_puts_more_on_a_node_than_it_has():
 
 def test_kept_gradients_are_of_the_first_level_and_arriving_ones_of_the_last():
     entries = booked(gradient_flat_buffer=3, parameter_flat_buffer=4)
-    kept = place(entries, topology_of(NODES), "latency_first", kept_gradients=True)
+    kept = place(entries, topology_of(NODES), "latency_first", host_gradients=True)
     assert (set(kept.placed), gib(kept.placed["gradients"])) == ({"gradients", WEIGHTS}, {0: 3.0})
     arriving = place(entries, topology_of(NODES), "latency_first")
     assert gib(arriving.placed["arriving_gradients"]) == {1: 3.0}

@@ -109,8 +109,8 @@ def test_a_class_is_found_by_owner_and_other_buffers_stay_with_the_kernel():
     owners = {"momentum": MOMENTUM, "gradient_flat_buffer": ARRIVING, "activation_checkpoints": ACTIVATIONS}
     assert {owner: class_of(owner) for owner in owners} == owners
     assert class_of("process") is None
-    assert class_of("gradient_flat_buffer", kept_gradients=True) == GRADIENTS  # AdamW reads it where it lies
-    kept = ByClass({GRADIENTS: on_node(0), ARRIVING: on_node(1)}, kept_gradients=True)
+    assert class_of("gradient_flat_buffer", host_gradients=True) == GRADIENTS  # AdamW reads it where it lies
+    kept = ByClass({GRADIENTS: on_node(0), ARRIVING: on_node(1)}, host_gradients=True)
     assert kept.of("gradient_flat_buffer") == on_node(0)
     policy = ByClass({MASTERS: on_node(1), ACTIVATIONS: interleaved([0, 1])})
     assert policy.of("master_weights") == on_node(1)

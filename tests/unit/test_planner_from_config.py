@@ -58,7 +58,7 @@ def test_what_the_user_set_is_kept():
         zero_optimization__sub_group_size=1e9,
         zero_optimization__offload_optimizer__buffer_count=7,
         memascend={"pool": "monolithic", "pinned": "power_of_two", "optimizer_states": "bf16", "blocks_in_flight": 2,
-                   "checkpointing": "offloaded", "host_memory": "64GiB", "gradients": "kept", "aio": "file"},
+                   "checkpointing": "offloaded", "host_memory": "64GiB", "gradients": "host", "aio": "file"},
         zero_optimization__offload_param__buffer_size=600_000_000,
         zero_optimization__offload_param__buffer_count=12,
         train_micro_batch_size_per_gpu=3,

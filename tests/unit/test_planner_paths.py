@@ -34,8 +34,8 @@ def test_the_key_tiers_plans_several_paths():
     assert made.host.label == "MemAscend over 2 paths"
     assert [path.name for path in made.paths] == TIERS
     assert not made.work.arrangement.swaps_gradients  # they stay in host memory, as the drop-in keeps them
-    assert planned(gradients="swapped").work.arrangement.swaps_gradients
-    kept, swapped = made.work.optimizer_buffers, planned(gradients="swapped").work.optimizer_buffers
+    assert planned(gradients="nvme").work.arrangement.swaps_gradients
+    kept, swapped = made.work.optimizer_buffers, planned(gradients="nvme").work.optimizer_buffers
     assert (kept, swapped) == (15, 21)  # of five sub-groups: kept gradients have no buffer
     assert workload_of(config(param="nvme"), SPEC).arm_name == "weights_on_paths"
     assert answer(Workload(spec=SPEC), Limits(), MACHINE).paths == ()

@@ -26,10 +26,16 @@ def section(**keys):
 def test_one_key_is_enough_and_keeps_gradients_in_host_memory():
     options = section(tiers=["/mnt/a", "/mnt/b"])
     assert options.paths.tiers == ("/mnt/a", "/mnt/b")
-    assert options.parts.gradients == "kept"
-    assert section(tiers=["/mnt/a"], gradients="swapped").parts.gradients == "swapped"
-    assert section().parts.gradients == "swapped"
+    assert options.parts.gradients == "host"
+    assert section(tiers=["/mnt/a"], gradients="nvme").parts.gradients == "nvme"
+    assert section().parts.gradients == "nvme"
     assert not section(tiers=[]).paths
+
+
+@pytest.mark.parametrize(("former", "now"), [("kept", "host"), ("swapped", "nvme")])
+def test_former_values_of_gradients_work_with_a_warning(former, now):
+    with pytest.warns(FutureWarning, match=f"'{former}' is now called '{now}'"):
+        assert section(gradients=former).parts.gradients == now
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from .unused_parameters import Factor
 
 
 class DeferredGradConversion:
-    """Mixin before :class:`.kept_gradients.KeptGradients`."""
+    """Mixin before :class:`.host_gradients.HostGradients`."""
 
     settings: Stage3Settings
     unconverted_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is

@@ -139,7 +139,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
     derived = None
     if state.parts != TODAY:
-        swaps_gradients = state.parts.gradients == "swapped" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
+        swaps_gradients = state.parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
         derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     untried = untried_version_warning(deepspeed.__version__)
     state.warnings += [untried] if untried else []
@@ -282,7 +282,7 @@ def _install_cached_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> 
     from .cached_subgroup_swapper import CachedSubGroupSwapper
 
     choice = {
-        "swaps_gradients": state.parts.gradients == "swapped",
+        "swaps_gradients": state.parts.gradients == "nvme",
         "keeps": paths.sub_group_order == "alternating",
     }
     swapper = type("MemAscendCachedSubGroupSwapper", (CachedSubGroupSwapper,), choice)

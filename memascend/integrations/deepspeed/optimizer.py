@@ -19,14 +19,14 @@ from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overf
 from .announcement import enabled_line
 from .deferred_grad_conversion import DeferredGradConversion
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
-from .kept_gradients import KeptGradients
+from .host_gradients import HostGradients
 from .ordered_update import OrderedUpdate
 from .placed_states import PlacedStates
 from .signatures import (
     DEFERRED_CONVERSION_HOOKS,
     FAST_HOOKS,
     FIRST_STEP_HOOKS,
-    KEPT_GRADIENT_HOOKS,
+    HOST_GRADIENT_HOOKS,
     ORDERED_HOOKS,
     PLACED_HOOKS,
     UNUSED_PARAMETER_HOOKS,
@@ -58,11 +58,11 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
     if settings.placement is not None:
         check_hooks(PLACED_HOOKS, otherwise="leave memascend.placement out")
         bases.insert(0, PlacedStates)
-    if settings.parts.gradients == "kept":
-        check_hooks(KEPT_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'swapped'")
-        bases.insert(0, KeptGradients)
+    if settings.parts.gradients == "host":
+        check_hooks(HOST_GRADIENT_HOOKS, otherwise="set memascend.gradients to 'nvme'")
+        bases.insert(0, HostGradients)
         if settings.tiers:
-            check_hooks(DEFERRED_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'swapped'")
+            check_hooks(DEFERRED_CONVERSION_HOOKS, otherwise="set memascend.gradients to 'nvme'")
         if has_hooks(DEFERRED_CONVERSION_HOOKS):  # DeepSpeed 0.16 has another way from the device to the swapper
             bases.insert(0, DeferredGradConversion)
     if settings.tiers:

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from memascend.arrangements import where_gradients_wait
 from memascend.integrations.conventions import CONFIG_KEY
 from memascend.integrations.memory_options import MemoryOptions
 from memascend.memory.budget import parse_bytes
@@ -31,7 +32,9 @@ class Parts:
     aio: ``stock`` is DeepNVMe, ``file`` our engine on a file for each tensor (any address, any length, every completion
         audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes per step).
-    gradients: ``swapped`` go over NVMe to the optimizer as in ZeRO-Infinity, ``kept`` wait in the flat gradient buffer.
+    gradients: ``nvme``: they go over NVMe to the optimizer as in ZeRO-Infinity; ``host``: they wait in the flat
+    gradient
+        buffer. (Before 1.1: ``swapped`` and ``kept``.)
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
 
@@ -40,7 +43,7 @@ class Parts:
     overflow: Literal["stock", "chain", "aminmax", "fused"] = "fused"
     aio: Literal["stock", "file", "direct"] = "direct"
     optimizer_states: Literal["fp32", "bf16"] = "fp32"
-    gradients: Literal["swapped", "kept"] = "swapped"
+    gradients: Literal["nvme", "host"] = "nvme"
     numerics: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
@@ -167,6 +170,8 @@ def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> Enabl
         given["devices"] = tuple(given["devices"])
     if given.get("placement") is not None:
         given["placement"] = PlacementPolicy.parse(given["placement"], f'"{CONFIG_KEY}.placement"').as_text()
+    if "gradients" in given:
+        given["gradients"] = where_gradients_wait(given)
     given = as_options(given)
     groups = {
         name: group(**{f.name: given.pop(f.name) for f in fields(group) if f.name in given})

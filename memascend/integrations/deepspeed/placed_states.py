@@ -37,8 +37,8 @@ class PlacedStates:
                 "offload_optimizer.device is not 'cpu': set it, or name nodes, such as {master_weights: 0, weights: 1}"
             )
         placement = policy.resolve(sizes or {}, Topology.read())
-        kept = sizes is None and self.settings.parts.gradients == "kept"
-        allocator.placement = placement and replace(placement, kept_gradients=kept)
+        kept = sizes is None and self.settings.parts.gradients == "host"
+        allocator.placement = placement and replace(placement, host_gradients=kept)
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def _create_fp32_partitions(self) -> None:

@@ -187,8 +187,8 @@ UNUSED_PARAMETER_HOOKS: tuple[Hook, ...] = (
     _stage3("unused parameters", "unscale_and_clip_grads", "sub_group_id", "total_norm"),
     _stage3("unused parameters", "step", "closure"),
 )
-KEPT_GRADIENT_HOOKS: tuple[Hook, ...] = (
-    _stage3("kept gradients", "partition_grads", "params_to_release", "grad_partitions"),
+HOST_GRADIENT_HOOKS: tuple[Hook, ...] = (
+    _stage3("host gradients", "partition_grads", "params_to_release", "grad_partitions"),
 )
 
 DEFERRED_CONVERSION_HOOKS: tuple[Hook, ...] = (

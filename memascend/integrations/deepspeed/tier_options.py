@@ -93,7 +93,7 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
         elif given.get(name, "") is None:
             del given[name]
     if given.get("tiers"):
-        given.setdefault("gradients", "kept")
+        given.setdefault("gradients", "host")
     return given
 
 

@@ -20,7 +20,7 @@ HARD = {
     "config": {"gradient_clipping": 0.1, "fp16": {"hysteresis": 1}},
 }
 PLAIN = {"steps": 4, "layers": 1}
-KEPT = {"gradients": "kept"}
+KEPT = {"gradients": "host"}
 BUFFERS = ("zero_optimization.offload_optimizer.buffer_count",)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class KeptGradients:
+class HostGradients:
     """Mixin over :class:`.unused_parameters.UnusedParameters` that swaps no gradients that the flat buffer holds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class KeptGradients:
             pieces = self._pieces.get(sub_group)
             if pieces is not None and pieces.is_old_view(offset):
                 raise RuntimeError(
-                    f"memascend.gradients='kept': a parameter of shape {tuple(parameter.ds_shape)} got a gradient in "
+                    f"memascend.gradients='host': a parameter of shape {tuple(parameter.ds_shape)} got a gradient in "
                     "an earlier micro-batch of this step but not in the last one, and its previous gradient, which "
-                    "DeepSpeed would use, is overwritten; set memascend.gradients to 'swapped'"
+                    "DeepSpeed would use, is overwritten; set memascend.gradients to 'nvme'"
                 )
