@@ -114,7 +114,7 @@ class streaming:
 
         Args:
             model: any module with lists of layers (see `find_blocks`), its parameters of one dtype: float32, bfloat16
-                or float16. It may wait in files (`memascend.integrations.waiting_model`).
+                or float16. It may wait in files (`memascend.integrations.lazy_loading`).
             blocks: modules that are in memory one at a time, each with a forward pass (default: all layers).
             device: what computes, such as "cuda" for a model in host memory; batches belong there, too (default: where
                 the model is).

@@ -33,8 +33,7 @@ class Parts:
         audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes per step).
     gradients: ``nvme``: they go over NVMe to the optimizer as in ZeRO-Infinity; ``host``: they wait in the flat
-    gradient
-        buffer. (Before 1.1: ``swapped`` and ``kept``.)
+        gradient buffer. (Before 1.1: ``swapped`` and ``kept``.)
     numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
     """
 

@@ -91,13 +91,13 @@ class StreamingBackend:
 
     def _filled_model(self, source: Path | dict[str, Any]) -> Any:
         """With its values in files: the model is never in memory as a whole, but for what only transformers loads."""
+        from memascend.integrations.lazy_loading import NotAsStored, lazy_model
         from memascend.integrations.pretrained import in_memory_model
-        from memascend.integrations.waiting_model import NotAsStored, waiting_model
 
         dtype = _DTYPES[self._config.dtype]
         if isinstance(source, Path):
             try:
-                return waiting_model(source, dtype)
+                return lazy_model(source, dtype)
             except NotAsStored as reason:
                 log.warning("memascend: the whole model is read into memory before training begins: %s", reason)
         with MmapValues(self._folder.parent) as spilled:
@@ -105,10 +105,12 @@ class StreamingBackend:
 
     def _hollow_model(self, source: Path | dict[str, Any]) -> Any:
         """For values that are on the tier already."""
+        from memascend.integrations.lazy_loading import model_without_values
         from memascend.integrations.pretrained import configuration
-        from memascend.integrations.waiting_model import hollow_model
 
-        return hollow_model(configuration(source) if isinstance(source, Path) else source, _DTYPES[self._config.dtype])
+        return model_without_values(
+            configuration(source) if isinstance(source, Path) else source, _DTYPES[self._config.dtype]
+        )
 
     def _engine_options(self) -> EngineOptions:
         config = self._config

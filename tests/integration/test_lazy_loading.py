@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memascend.engine.mmap_parameters import flat_values
-from memascend.integrations.waiting_model import NotAsStored, hollow_model, waiting_model
+from memascend.integrations.lazy_loading import NotAsStored, lazy_model, model_without_values
 from memascend.memory.ledger import Ledger
 from memascend.training.backends.in_memory import InMemoryBackend
 from memascend.training.backends.streaming import StreamingBackend
@@ -92,9 +92,9 @@ def test_a_run_that_goes_on_looks_at_no_weights_of_the_folder(tmp_path):
     again.close()
 
 
-def test_a_waiting_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_path):
+def test_a_lazy_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_path):
     source = saved(tmp_path / "model", LLAMA | {"tie_word_embeddings": True}, torch.bfloat16)
-    ours, theirs = waiting_model(source, torch.float32), AutoModelForCausalLM.from_pretrained(source)
+    ours, theirs = lazy_model(source, torch.float32), AutoModelForCausalLM.from_pretrained(source)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert mine.shape == other.shape
@@ -106,11 +106,11 @@ def test_a_waiting_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_
 
 def test_tensors_that_the_model_has_not_are_named_and_left_out(tmp_path, caplog):
     source = saved(tmp_path / "model")
-    waiting_model(source, torch.float32)
+    lazy_model(source, torch.float32)
     assert "left out" not in caplog.text
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    waiting_model(source, torch.float32)
+    lazy_model(source, torch.float32)
     (said,) = caplog.messages
     assert said.startswith(
         f"memascend: 26 tensors in {source} are not part of the model that its config.json describes"
@@ -193,7 +193,7 @@ def test_weights_that_are_tied_and_differ_are_left_to_transformers(tmp_path):
     settings = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
     (source / "config.json").write_text(json.dumps(settings))
     with pytest.raises(NotAsStored, match="are tied, and have different values"):
-        waiting_model(source, torch.float32)
+        lazy_model(source, torch.float32)
 
 
 _START = """
@@ -243,7 +243,7 @@ def test_memory_at_the_start_does_not_grow_with_the_model(tmp_path):
 
 
 def test_a_hollow_model_takes_no_memory_for_its_values():
-    model = hollow_model(
+    model = model_without_values(
         LLAMA | {"num_hidden_layers": 2, "hidden_size": 8192, "intermediate_size": 1 << 20}, torch.bfloat16
     )
     assert sum(parameter.numel() for parameter in model.parameters()) > 50e9

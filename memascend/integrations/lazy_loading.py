@@ -1,6 +1,6 @@
 """A model whose weights stay in the files of its folder until the streaming engine takes them, tensor by tensor.
 
-    model = waiting_model("Qwen2.5-7B", torch.bfloat16)     # a second, and no memory
+    model = lazy_model("Qwen2.5-7B", torch.bfloat16)     # a second, and no memory
     with streaming("states") as session: session.hook(model) ...   # the weights go from those files into the states
 
 The parameters have shapes and a type, and one NaN for values. Types are converted as they are copied.
@@ -27,7 +27,7 @@ class NotAsStored(ValueError):
     """The model's tensors are not those of the files as they are: transformers must load it."""
 
 
-def hollow_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+def model_without_values(config: dict[str, Any], dtype: torch.dtype) -> Any:
     """A causal LM with its buffers and without values: all elements of a parameter are one NaN. For training."""
     from transformers import PreTrainedModel
 
@@ -62,7 +62,7 @@ def _on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
             module._parameters[name] = made[parameter]
 
 
-def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
+def lazy_model(folder: str | Path, dtype: torch.dtype) -> Any:
     """The causal LM in `folder`, for training, its weights in the folder's files until an engine takes them.
 
     Raises NotAsStored where transformers would make other tensors of those in the files (fused experts), or these are
@@ -71,7 +71,7 @@ def waiting_model(folder: str | Path, dtype: torch.dtype) -> Any:
     folder = Path(folder)
     if not has_tensor_files(folder):
         raise NotAsStored(f"{folder} holds no safetensors")
-    model, files = hollow_model(configuration(folder), dtype), TensorFolder(folder)
+    model, files = model_without_values(configuration(folder), dtype), TensorFolder(folder)
     if _is_converted(model):
         raise NotAsStored(f"transformers converts the tensors of {type(model).__name__} as it loads them")
     names: dict[nn.Parameter, list[str]] = {}
