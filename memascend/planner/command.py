@@ -201,9 +201,9 @@ def _positive(text: str, unit: str) -> float:
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """(what to print, exit status)."""
-    from memascend.planner.answers import answer
     from memascend.planner.host_budget import FLAGS, KEYS, require_host_memory
     from memascend.planner.limits import Limits
+    from memascend.planner.plan_result import full_plan
     from memascend.planner.report import as_json, as_text
 
     work = replace(_workload(options), state_versions=options.state_versions)
@@ -219,12 +219,12 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     if options.placement is not None:
         options.placement = PlacementPolicy.parse(options.placement, "--placement").as_text()
     endurance, gain = options.ssd_endurance, options.ssd_endurance_gain
-    answers = answer(work, limits, machine, endurance, options.placement, gain)
-    notes = _outputs(options, answers)
-    status = 1 if answers.fits is False else 0
+    result = full_plan(work, limits, machine, endurance, options.placement, gain)
+    notes = _outputs(options, result)
+    status = 1 if result.fits is False else 0
     if options.json:
-        return json.dumps(as_json(answers), indent=2), status
-    return "\n".join([as_text(answers), *notes]), status
+        return json.dumps(as_json(result), indent=2), status
+    return "\n".join([as_text(result), *notes]), status
 
 
 # What is planned where neither the command line nor a DeepSpeed configuration says more; train's defaults too.
@@ -312,7 +312,7 @@ def _machine(options: argparse.Namespace) -> Any:
     raise ValueError(f"unknown testbed '{name}'{hint}: say local, or name a YAML file{there}")
 
 
-def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
+def _outputs(options: argparse.Namespace, result: Any) -> list[str]:
     """Write the files that were asked for; a line about each."""
     notes = []
     if options.write_config:
@@ -321,17 +321,17 @@ def _outputs(options: argparse.Namespace, answers: Any) -> list[str]:
         if options.nvme is None and arrangement(options.system, options.arm).states_on == "ssd":
             raise ValueError("--write-config needs --nvme: the folder on the SSD that the configuration names")
         folder = str(options.nvme.absolute()) if options.nvme else ""
-        write_config(deepspeed_config(answers.work, folder), options.write_config, force=options.force)
+        write_config(deepspeed_config(result.work, folder), options.write_config, force=options.force)
         notes += ["", f"DeepSpeed configuration: {options.write_config}", *_train_line(options)]
     if options.trace:
         from memascend.planner.step_trace import write_step
 
-        write_step(answers, options.trace, force=options.force)
+        write_step(result, options.trace, force=options.force)
         notes += ["", f"trace of the simulated step: {options.trace}"]
     if options.picture:
         from memascend.planner.picture import draw
 
-        draw(answers, options.picture, force=options.force)
+        draw(result, options.picture, force=options.force)
         notes += ["", f"picture: {options.picture}"]
     return notes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from memascend.planner.answers import Answers
 from memascend.planner.footprint import GIB, Plan
+from memascend.planner.plan_result import PlanResult
 
 FORMATS = (".svg", ".png", ".pdf")
 # Okabe and Ito's colours: told apart by people with any colour vision, and in grey print by their order.
@@ -25,7 +25,7 @@ _COLOURS = (
 _BAR_INCHES = 0.55
 
 
-def draw(answers: Answers, path: Path, *, force: bool = False) -> None:
+def draw(result: PlanResult, path: Path, *, force: bool = False) -> None:
     """Write the picture. ValueError, in one line, for an unknown format, a file that exists, or no matplotlib."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--picture {path}: end the name in {', '.join(FORMATS)}")
@@ -35,13 +35,13 @@ def draw(answers: Answers, path: Path, *, force: bool = False) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--picture needs matplotlib: pip install matplotlib, then the same command again") from None
-    plans = [answers.host, *(peer.plan for peer in answers.others)]
+    plans = [result.host, *(peer.plan for peer in result.others)]
     figure = Figure(figsize=(9, 2.2 + _BAR_INCHES * len(plans)), layout="constrained")
     axes = figure.add_subplot()
     _bars(axes, plans)
-    _limit(axes, answers)
+    _limit(axes, result)
     axes.set_xlabel("host memory at the peak of a step (GiB)")
-    axes.set_title(_title(answers), loc="left", fontsize=10)
+    axes.set_title(_title(result), loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=8)
@@ -76,8 +76,8 @@ def _bars(axes: Any, plans: list[Plan]) -> None:
     axes.set_xlim(0, 1.1 * max(plan.host_bytes for plan in plans) / GIB)
 
 
-def _limit(axes: Any, answers: Answers) -> None:
-    limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
+def _limit(axes: Any, result: PlanResult) -> None:
+    limit = next(need.limit_bytes for need in result.needs if need.name == "host memory")
     if limit is None:
         return
     axes.axvline(limit / GIB, color="black", linestyle="--", linewidth=1)
@@ -86,7 +86,7 @@ def _limit(axes: Any, answers: Answers) -> None:
     axes.set_xlim(0, max(axes.get_xlim()[1], 1.05 * limit / GIB))
 
 
-def _title(answers: Answers) -> str:
-    work = answers.work
+def _title(result: PlanResult) -> str:
+    work = result.work
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
     return f"{work.spec.display}, {work.dtype}, {gpus}, batch {work.batch}, context {work.context} (modelled)\n"

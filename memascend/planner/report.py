@@ -7,29 +7,29 @@ import textwrap
 from typing import Any
 
 from memascend import systems
-from memascend.planner.answers import Answers, Need, Wear
 from memascend.planner.host_budget import what_fits
 from memascend.planner.limits import SSD_SPACE
 from memascend.planner.machine import REASONS, Calibrations
 from memascend.planner.options import longest_context
+from memascend.planner.plan_result import Need, PlanResult, Wear
 
 GIB = 2**30
 _WIDTH = 44
 
 
-def as_text(answers: Answers) -> str:
+def as_text(result: PlanResult) -> str:
     """The whole answer, section by section."""
     sections = [
-        [_title(answers), f"{answers.work.stack}", *_beyond_the_model(answers)],
-        _table("host memory at the peak of a step", answers.host.components(), answers.work.spec.k),
-        _gpu(answers),
-        _ssd(answers),
-        _paths(answers),
-        _nodes(answers),
-        _verdicts(answers),
-        _time(answers),
-        _choice(answers),
-        _others(answers),
+        [_title(result), f"{result.work.stack}", *_beyond_the_model(result)],
+        _table("host memory at the peak of a step", result.host.components(), result.work.spec.k),
+        _gpu(result),
+        _ssd(result),
+        _paths(result),
+        _nodes(result),
+        _verdicts(result),
+        _time(result),
+        _choice(result),
+        _others(result),
     ]
     return "\n".join("\n".join(lines) for lines in _separated(sections))
 
@@ -39,8 +39,8 @@ def _separated(sections: list[list[str]]) -> list[list[str]]:
     return [lines if index == 0 else ["", *lines] for index, lines in enumerate(filled)]
 
 
-def _title(answers: Answers) -> str:
-    work, spec = answers.work, answers.work.spec
+def _title(result: PlanResult) -> str:
+    work, spec = result.work, result.work.spec
     gpus = f"{work.ranks} GPU{'s' if work.ranks > 1 else ''}"
     if work.on_cpu:
         gpus = "CPU" if work.ranks == 1 else f"CPU, {work.ranks} processes"
@@ -54,13 +54,13 @@ def _title(answers: Answers) -> str:
     more = f" x {work.accumulation}" if work.accumulation > 1 else ""
     parameters = f"{spec.parameters / 1e9:.2f} B" if spec.parameters >= 1e9 else f"{spec.parameters / 1e6:.1f} M"
     return (
-        f"{answers.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
+        f"{result.host.label}: {spec.display}{twin}, {parameters} parameters{experts}, {work.dtype}{states}, {gpus}, "
         f"batch {work.batch}{more} per {each}, context {work.context}"
     )
 
 
-def _beyond_the_model(answers: Answers) -> list[str]:
-    work, most = answers.work, longest_context(answers.work.spec.config)
+def _beyond_the_model(result: PlanResult) -> list[str]:
+    work, most = result.work, longest_context(result.work.spec.config)
     if most is None or work.context <= most:
         return []
     return [f"note: the model takes at most {most:,} tokens per sequence; memascend train refuses {work.context:,}"]
@@ -80,10 +80,10 @@ def _table(title: str, components: dict[str, int], k: int) -> list[str]:
     return [*lines, f"  {'total':<{_WIDTH - 2}}{cell(total):>10}{1:>8.0%}"]
 
 
-def _gpu(answers: Answers) -> list[str]:
-    if answers.work.on_cpu:
+def _gpu(result: PlanResult) -> list[str]:
+    if result.work.on_cpu:
         return ["no GPU: weights, activations and logits that are computed with are in host memory, counted above"]
-    return _table("memory of each GPU at its peak", answers.device.components(), answers.work.spec.k)
+    return _table("memory of each GPU at its peak", result.device.components(), result.work.spec.k)
 
 
 def gib(size: float) -> str:
@@ -99,22 +99,22 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def _ssd(answers: Answers) -> list[str]:
-    volume, wear = answers.volume, answers.wear
+def _ssd(result: PlanResult) -> list[str]:
+    volume, wear = result.volume, result.wear
     if not wear.bytes_per_step:
         return ["SSD: not used"]
     lines = [
-        f"SSD: {gib(answers.swap_bytes)} GiB ({_gb(answers.swap_bytes)}) of swap files; a step reads "
+        f"SSD: {gib(result.swap_bytes)} GiB ({_gb(result.swap_bytes)}) of swap files; a step reads "
         f"{_gb(volume.total_read_bytes)} and writes {_gb(volume.total_write_bytes)}"
     ]
-    tell = getattr(systems.load(answers.work.system), "storage_notes", None)
-    room = next((need.limit_bytes for need in answers.needs if need.name == SSD_SPACE), None)
-    lines += [f"  {line}" for line in (tell(answers.work, room) if tell is not None else ())]
+    tell = getattr(systems.load(result.work.system), "storage_notes", None)
+    room = next((need.limit_bytes for need in result.needs if need.name == SSD_SPACE), None)
+    lines += [f"  {line}" for line in (tell(result.work, room) if tell is not None else ())]
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:
         lines.append(f"  running without a pause writes {wear.tb_per_day:,.2f} TB per day")
-    if answers.paths:
+    if result.paths:
         return lines
     if wear.endurance_tb is None:
         lines.append("  drive lifetime: needs the rated endurance (--ssd-endurance, TB written)")
@@ -128,18 +128,18 @@ def _ssd(answers: Answers) -> list[str]:
     return lines
 
 
-def _paths(answers: Answers) -> list[str]:
+def _paths(result: PlanResult) -> list[str]:
     """What each path holds and is written, and what a step takes without it."""
-    if not answers.paths:
+    if not result.paths:
         return []
-    head = f"paths of {answers.rated.name}, side by side without RAID"
+    head = f"paths of {result.rated.name}, side by side without RAID"
     lines = [f"{head:<{_WIDTH}}{'share':>8}{'GiB':>11}{'written/step':>17}{'s without it':>15}{'days of life':>15}"]
-    for path in answers.paths:
+    for path in result.paths:
         without = "-" if path.seconds_without is None else f"{_number(path.seconds_without)}"
         life = "-" if path.days_of_life is None else f"{path.days_of_life:,.1f}"
         cells = f"{path.share:>8.1%}{gib(path.stored_bytes):>11}{_gb(path.write_bytes_per_step):>17}"
         lines.append(f"  {path.name:<{_WIDTH - 2}}{cells}{without:>15}{life:>15}")
-    wear = answers.wear
+    wear = result.wear
     rated = "needs their rated endurance (--ssd-endurance)"
     return [
         *lines,
@@ -147,12 +147,12 @@ def _paths(answers: Answers) -> list[str]:
     ]
 
 
-def _nodes(answers: Answers) -> list[str]:
+def _nodes(result: PlanResult) -> list[str]:
     """Which memory node holds what, and what is left of each."""
-    made = answers.nodes
+    made = result.nodes
     if made is None:
         return []
-    heading = f"memory nodes of {answers.rated.name}, {made.policy.replace('_', ' ')} (GiB)"
+    heading = f"memory nodes of {result.rated.name}, {made.policy.replace('_', ' ')} (GiB)"
     if made.refused:
         return [heading, f"  cannot be followed: {made.refused}"]
     lines = [f"{heading:<{_WIDTH}}" + "".join(f"{made.names[node]:>10}" for node in made.capacity)]
@@ -185,22 +185,22 @@ def _activations(wear: Wear) -> list[str]:
     return [*lines, "  (the seconds of a step are those without this I/O)"] if wear.untimed_bytes else lines
 
 
-def _verdicts(answers: Answers) -> list[str]:
-    checked = [need for need in answers.needs if need.fits is not None]
+def _verdicts(result: PlanResult) -> list[str]:
+    checked = [need for need in result.needs if need.fits is not None]
     if not checked:
         return ["to check whether it fits, give --gpu-memory, --ram and --ssd-space (GiB), or --testbed"]
-    lines = [line for need in checked for line in (_verdict(need, answers), *_remedy(need, answers))]
-    return [*lines, *_largest(answers)]
+    lines = [line for need in checked for line in (_verdict(need, result), *_remedy(need, result))]
+    return [*lines, *_largest(result)]
 
 
-def _remedy(need: Need, answers: Answers) -> list[str]:
+def _remedy(need: Need, result: PlanResult) -> list[str]:
     if need.name != "host memory" or need.fits or need.limit_bytes is None:
         return []
-    fits = what_fits(answers.work, round(need.limit_bytes))
+    fits = what_fits(result.work, round(need.limit_bytes))
     return [f"  fits with {'; or '.join(change.text() for change in fits)}"] if fits else []
 
 
-def _verdict(need: Need, answers: Answers) -> str:
+def _verdict(need: Need, result: PlanResult) -> str:
     """Of a need with a limit."""
     assert need.limit_bytes is not None
     spare = need.limit_bytes - need.needed_bytes
@@ -208,7 +208,7 @@ def _verdict(need: Need, answers: Answers) -> str:
     if spare >= 0:
         purpose = " for the page cache and other processes" if need.name == "host memory" else ""
         return f"{need.name}: fits {limit}, with {gib(spare)} GiB to spare{purpose}"
-    parts = {"host memory": answers.host.components(), "GPU memory": answers.device.components()}.get(need.name)
+    parts = {"host memory": result.host.components(), "GPU memory": result.device.components()}.get(need.name)
     part = ""
     if parts:
         name, size = max(parts.items(), key=lambda item: item[1])
@@ -216,8 +216,8 @@ def _verdict(need: Need, answers: Answers) -> str:
     return f"{need.name}: does not fit {limit}: {gib(-spare)} GiB short{part}"
 
 
-def _largest(answers: Answers) -> list[str]:
-    found, work = answers.largest, answers.work
+def _largest(result: PlanResult) -> list[str]:
+    found, work = result.largest, result.work
     if found is None:
         return []
     model = found.model or "none of the committed models"
@@ -236,10 +236,10 @@ def _largest(answers: Answers) -> list[str]:
     ]
 
 
-def _time(answers: Answers) -> list[str]:
-    if answers.time is None:
-        return [f"step time: not predicted; {answers.no_time}"]
-    made, name = answers.time, answers.rated.name
+def _time(result: PlanResult) -> list[str]:
+    if result.time is None:
+        return [f"step time: not predicted; {result.no_time}"]
+    made, name = result.time, result.rated.name
     lines = [
         f"{_number(made.seconds)} s per step, {_number(made.tokens_per_second, 4)} tokens/s on {name} (modelled); "
         f"bottleneck: {made.bottleneck}",
@@ -257,13 +257,13 @@ def _time(answers: Answers) -> list[str]:
     return lines
 
 
-def _choice(answers: Answers) -> list[str]:
+def _choice(result: PlanResult) -> list[str]:
     """What to do with each block's activations, and what one policy for all of them would take."""
-    made = answers.choice
+    made = result.choice
     if made is None:
         return []
     room = gib(max(0.0, made.room_bytes))
-    heading = f"activations of {answers.work.spec.layers} blocks, {room} GiB left for them"
+    heading = f"activations of {result.work.spec.layers} blocks, {room} GiB left for them"
     rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all recomputed": made.all_recomputed}
     rows["all to the SSD"] = made.all_offloaded
     lines = [f"{heading:<{_WIDTH + 14}}{'s/step':>10}{'GiB':>9}{'written':>12}"]
@@ -281,35 +281,35 @@ def _choice(answers: Answers) -> list[str]:
     return [*lines, "  modelled"]
 
 
-def _others(answers: Answers) -> list[str]:
+def _others(result: PlanResult) -> list[str]:
     """Host memory, and seconds of a step where a machine is named, of the same run with each other system."""
-    if not answers.others:
+    if not result.others:
         return []
-    limit = next(need.limit_bytes for need in answers.needs if need.name == "host memory")
-    timed = answers.time is not None or any(peer.seconds is not None for peer in answers.others)
-    labels = {peer.plan.label: peer.plan.label for peer in answers.others}
-    for peer in answers.others:
-        if peer.plan.work.kept_states != answers.work.kept_states:  # those asked for it does not have
+    limit = next(need.limit_bytes for need in result.needs if need.name == "host memory")
+    timed = result.time is not None or any(peer.seconds is not None for peer in result.others)
+    labels = {peer.plan.label: peer.plan.label for peer in result.others}
+    for peer in result.others:
+        if peer.plan.work.kept_states != result.work.kept_states:  # those asked for it does not have
             labels[peer.plan.label] += f", {peer.plan.work.kept_states} states"
     width = max(_WIDTH, *(len(label) + 4 for label in labels.values()))
     head = f"{'host memory with another system (modelled)':<{width}}{'GiB':>10}{'ratio':>8}"
     head += f"{'s per step':>13}" if timed else ""
     lines = [head if limit is None else f"{head}   in {f'{limit / GIB:.2f}'.removesuffix('.00')} GiB"]
-    for peer in answers.others:
+    for peer in result.others:
         size = peer.plan.host_bytes
-        line = f"  {labels[peer.plan.label]:<{width - 2}}{gib(size):>10}{size / answers.host.host_bytes:>7.2f}x"
+        line = f"  {labels[peer.plan.label]:<{width - 2}}{gib(size):>10}{size / result.host.host_bytes:>7.2f}x"
         if timed:
             line += f"{'-' if peer.seconds is None else _number(peer.seconds):>13}"
         lines.append(line if limit is None else f"{line}   {'fits' if size <= limit else 'does not fit'}")
-    flags = dict.fromkeys(peer.plan.work.system for peer in answers.others)  # each once, in order
+    flags = dict.fromkeys(peer.plan.work.system for peer in result.others)  # each once, in order
     return [*lines, f"  to plan one of them: --system {', '.join(flags)}"]
 
 
-def as_json(answers: Answers) -> dict[str, Any]:
+def as_json(result: PlanResult) -> dict[str, Any]:
     """Plain types; bytes and seconds. Keys are only added."""
-    work, made = answers.work, answers.host
-    limits = {need.name: need for need in answers.needs}
-    others = [(peer.plan.work, peer.plan.host_bytes) for peer in answers.others]
+    work, made = result.work, result.host
+    limits = {need.name: need for need in result.needs}
+    others = [(peer.plan.work, peer.plan.host_bytes) for peer in result.others]
     defaults = {name: systems.default_arm(name) for name in systems.names()}
     ram = limits["host memory"].limit_bytes
     return {
@@ -331,41 +331,41 @@ def as_json(answers: Answers) -> dict[str, Any]:
         "accumulate": work.accumulation,
         "clip": work.clip,
         "host_bytes": made.host_bytes,
-        "device_bytes": answers.device.device_bytes,
-        "ssd_bytes": answers.swap_bytes,
+        "device_bytes": result.device.device_bytes,
+        "ssd_bytes": result.swap_bytes,
         "components_bytes": made.components(),
-        "device_components_bytes": answers.device.components(),
+        "device_components_bytes": result.device.components(),
         "ram_gib": None if ram is None else ram / GIB,
-        "fits": answers.fits,
+        "fits": result.fits,
         "needs": [
             {"name": n.name, "needed_bytes": n.needed_bytes, "limit_bytes": n.limit_bytes, "fits": n.fits}
-            for n in answers.needs
+            for n in result.needs
         ],
-        "largest": None if answers.largest is None else dataclasses.asdict(answers.largest),
-        "io_bytes": {"read": answers.volume.read_bytes, "write": answers.volume.write_bytes},
+        "largest": None if result.largest is None else dataclasses.asdict(result.largest),
+        "io_bytes": {"read": result.volume.read_bytes, "write": result.volume.write_bytes},
         "wear": {
-            "bytes_per_step": answers.wear.bytes_per_step,
-            "tb_per_day": answers.wear.tb_per_day,
-            "endurance_tb": answers.wear.endurance_tb,
-            "endurance_gain": answers.wear.endurance_gain,
-            "activation_bytes_per_step": answers.wear.activation_bytes,
-            "activation_write_bytes_per_s": answers.wear.activation_bytes_per_s,
-            "steps_of_life": answers.wear.steps_of_life,
-            "days_of_life": answers.wear.days_of_life,
+            "bytes_per_step": result.wear.bytes_per_step,
+            "tb_per_day": result.wear.tb_per_day,
+            "endurance_tb": result.wear.endurance_tb,
+            "endurance_gain": result.wear.endurance_gain,
+            "activation_bytes_per_step": result.wear.activation_bytes,
+            "activation_write_bytes_per_s": result.wear.activation_bytes_per_s,
+            "steps_of_life": result.wear.steps_of_life,
+            "days_of_life": result.wear.days_of_life,
         },
-        "time": _time_json(answers),
-        "activations": None if answers.choice is None else dataclasses.asdict(answers.choice),
-        "paths": [dataclasses.asdict(path) for path in answers.paths],
-        "memory_nodes": _nodes_json(answers),
+        "time": _time_json(result),
+        "activations": None if result.choice is None else dataclasses.asdict(result.choice),
+        "paths": [dataclasses.asdict(path) for path in result.paths],
+        "memory_nodes": _nodes_json(result),
         "others": {peer.system: size for peer, size in others if peer.arm_name == defaults[peer.system]},
-        "others_seconds": {f"{p.plan.work.system}/{p.plan.work.arm_name}": p.seconds for p in answers.others},
+        "others_seconds": {f"{p.plan.work.system}/{p.plan.work.arm_name}": p.seconds for p in result.others},
         "arms": {f"{peer.system}/{peer.arm_name}": size for peer, size in others},
-        "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *answers.device.entries)],
+        "ledger": [dataclasses.asdict(entry) for entry in (*made.entries, *result.device.entries)],
     }
 
 
-def _nodes_json(answers: Answers) -> dict[str, Any] | None:
-    made = answers.nodes
+def _nodes_json(result: PlanResult) -> dict[str, Any] | None:
+    made = result.nodes
     if made is None:
         return None
     return {
@@ -384,18 +384,18 @@ def _nodes_json(answers: Answers) -> dict[str, Any] | None:
     }
 
 
-def _time_json(answers: Answers) -> dict[str, Any]:
-    if answers.time is None:
-        return {"reason": answers.no_time}
-    made = answers.time
+def _time_json(result: PlanResult) -> dict[str, Any]:
+    if result.time is None:
+        return {"reason": result.no_time}
+    made = result.time
     return {
         "lane": "modelled",
-        "testbed": answers.rated.name,
+        "testbed": result.rated.name,
         "seconds": made.seconds,
         "tokens_per_second": made.tokens_per_second,
         "bottleneck": made.bottleneck,
         "phases": [dataclasses.asdict(phase) | {"bottleneck": phase.bottleneck} for phase in made.phases],
-        "rates": dataclasses.asdict(answers.rated),
+        "rates": dataclasses.asdict(result.rated),
         "calibrations": dataclasses.asdict(Calibrations()),
         "reasons": REASONS,
     }

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memascend.planner.answers import Answers
+from memascend.planner.plan_result import PlanResult
 from memascend.simulator import write_trace
 
 
-def write_step(answers: Answers, path: Path, *, force: bool = False) -> None:
+def write_step(result: PlanResult, path: Path, *, force: bool = False) -> None:
     """Write the events. ValueError, in one line, where no step was simulated or a file is in the way."""
-    if answers.time is None or answers.machine is None:
-        raise ValueError(f"--trace needs a simulated step, and there is none: {answers.no_time}")
+    if result.time is None or result.machine is None:
+        raise ValueError(f"--trace needs a simulated step, and there is none: {result.no_time}")
     if path.exists() and not force:
         raise ValueError(f"{path} exists: --force replaces it, or name another file")
-    work = answers.work
+    work = result.work
     write_trace(
         path,
-        answers.time.played.events,
+        result.time.played.events,
         lane="modelled",
-        source=answers.machine.name,
+        source=result.machine.name,
         system=work.system,
         arm=work.arm_name,
         model=work.spec.name,
@@ -29,5 +29,5 @@ def write_step(answers: Answers, path: Path, *, force: bool = False) -> None:
         batch=work.batch,
         context=work.context,
         accumulate=work.accumulation,
-        seconds=answers.time.seconds,
+        seconds=result.time.seconds,
     )

@@ -9,10 +9,10 @@ import pytest
 from memascend.cli import main
 from memascend.planner import Workload, model_spec
 from memascend.planner.activations import Mixes, activation_room, choose
-from memascend.planner.answers import answer
 from memascend.planner.limits import Limits
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
+from memascend.planner.plan_result import full_plan
 from memascend.training.config import complete
 
 SPEC = dataclasses.replace(model_spec("llama3.2-1b"), layers=6)
@@ -60,13 +60,13 @@ def test_a_drive_that_suffices_is_used_before_anything_is_computed_again():
 
 
 def test_the_room_is_what_weights_states_and_kernels_leave():
-    made = answer(WORK, Limits(gpu_bytes=40 * 2**30), MACHINE)
+    made = full_plan(WORK, Limits(gpu_bytes=40 * 2**30), MACHINE)
     assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
     held = 40 * 2**30 - made.choice.room_bytes
     assert held == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
-    assert answer(WORK, Limits(), MACHINE).choice is None  # how much there is is not given
+    assert full_plan(WORK, Limits(), MACHINE).choice is None  # how much there is is not given
     other = dataclasses.replace(WORK, system="in_memory")
-    assert answer(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
+    assert full_plan(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
 
 
 def test_an_unknown_policy_is_one_line():

@@ -7,10 +7,10 @@ import pytest
 from hardware.registry import load_testbed
 from memascend.cli import main
 from memascend.planner import Workload, model_spec
-from memascend.planner.answers import answer
 from memascend.planner.from_config import workload_of
 from memascend.planner.limits import Limits
 from memascend.planner.machine import machine_from_testbed
+from memascend.planner.plan_result import full_plan
 from memascend.planner.step_time import step_time
 
 SPEC = model_spec("qwen2.5-7b")
@@ -26,7 +26,7 @@ def config(param="none", **section):
 
 def planned(*, endurance=None, **section):
     work = workload_of(config(**section), SPEC, ranks=4, context=2048)
-    return answer(work, Limits(), MACHINE, endurance)
+    return full_plan(work, Limits(), MACHINE, endurance)
 
 
 def test_the_key_tiers_plans_several_paths():
@@ -38,7 +38,7 @@ def test_the_key_tiers_plans_several_paths():
     kept, swapped = made.work.optimizer_buffers, planned(gradients="nvme").work.optimizer_buffers
     assert (kept, swapped) == (15, 21)  # of five sub-groups: kept gradients have no buffer
     assert workload_of(config(param="nvme"), SPEC).arm_name == "weights_on_paths"
-    assert answer(Workload(spec=SPEC), Limits(), MACHINE).paths == ()
+    assert full_plan(Workload(spec=SPEC), Limits(), MACHINE).paths == ()
 
 
 def test_each_path_holds_and_is_written_its_share_and_the_sums_are_the_plan_s():
@@ -57,7 +57,7 @@ def test_a_step_without_a_path_is_the_step_over_the_others():
     alone = workload_of(config(tiers=TIERS[:1]), SPEC, ranks=4, context=2048)
     one = machine_from_testbed({**load_testbed("mlpoffload-testbed1"), "paths": MACHINE.described["paths"][:1]})
     assert slow.seconds_without == pytest.approx(step_time(alone, one).seconds)
-    assert answer(alone, Limits(), one).paths[0].seconds_without is None
+    assert full_plan(alone, Limits(), one).paths[0].seconds_without is None
 
 
 def test_a_drive_lives_until_its_rating_is_written():

@@ -6,11 +6,11 @@ import pytest
 
 from memascend.baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVED, backward, forward, regions_of
 from memascend.planner import Workload, model_spec
-from memascend.planner.answers import answer
 from memascend.planner.gpu_memory import activation_writes, block_bytes_per_token, logits_bytes
 from memascend.planner.limits import Limits
 from memascend.planner.machine import Calibrations, Machine
 from memascend.planner.options import Stack
+from memascend.planner.plan_result import full_plan
 from memascend.planner.step import Step, step_of
 from memascend.planner.step_time import machine_for, step_time
 from memascend.simulator import play
@@ -61,7 +61,7 @@ def test_what_is_written_is_what_the_plan_counts():
 
 def test_wear_counts_activations_once():
     for machine in (None, MACHINE, dataclasses.replace(SLOW, ssd_write_bytes_per_s=1e9)):
-        wear = answer(work(), Limits(), machine).wear
+        wear = full_plan(work(), Limits(), machine).wear
         assert wear.bytes_per_step == wear.activation_bytes == activation_writes(work())
         if machine:  # what hides the writes follows from the products, however long this drive takes
             products = (
@@ -69,7 +69,7 @@ def test_wear_counts_activations_once():
             )
             assert wear.activation_bytes_per_s == pytest.approx(activation_writes(work()) / (products / 2))
     elsewhere = Workload(spec=SPEC, batch=4, context=2048, stack=Stack(checkpointing="ssd"))  # the drop-in's own step
-    wear = answer(elsewhere, Limits()).wear
+    wear = full_plan(elsewhere, Limits()).wear
     assert wear.bytes_per_step - wear.activation_bytes == step_of(elsewhere).volume().total_write_bytes
     assert wear.untimed_bytes == wear.activation_bytes > 0
 

@@ -80,7 +80,7 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class PlanResult:
     """One plan with all that follows from it. `time` None where `no_time` says why."""
 
     work: Workload
@@ -117,14 +117,14 @@ class Answers:
         return all(verdicts) if verdicts else None
 
 
-def answer(
+def full_plan(
     work: Workload,
     limits: Limits,
     machine: Machine | None = None,
     endurance_tb: float | None = None,
     placement: str | None = None,
     endurance_gain: float = 1.0,
-) -> Answers:
+) -> PlanResult:
     """Plan `work` against `limits`, on `machine` where one is named; `placement`: of a machine with memory nodes.
 
     `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
@@ -145,7 +145,7 @@ def answer(
     time, no_time = _time(kept, machine)
     rated = None if endurance_tb is None else endurance_tb * endurance_gain
     paths = plan_paths(work, machine, time.seconds if time else None, rated)
-    return Answers(
+    return PlanResult(
         work=work,
         host=host,
         device=device,
