@@ -33,7 +33,7 @@ DYNAMIC: dict[str, tuple[str, ...]] = {
     # Names of a user's loop, whose modules what measures imports itself; the extension counts where it is named.
     "memascend": ("memascend.extension",),
     "memascend.extension": (),
-    "memascend.integrations.deepspeed.signatures": (),
+    "memascend.integrations.deepspeed.compat": (),
     "memascend.systems": ("memascend.baselines.protocol",),
     # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.
     "workflows.run.child": ("memascend.auto", "memascend.integrations.drop_in"),

@@ -34,7 +34,7 @@ BYTES_PER_ELEMENT = {
 }
 LIMITS = ("torch_mul", "unscale")
 _OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-_PEERS = "memascend.integrations.deepspeed.peers"
+_STOCK_OPS = "memascend.integrations.deepspeed.stock_ops"
 
 
 class _Ours:
@@ -61,8 +61,8 @@ def _torch_fused(param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor)
 def _deepspeed(tensors: list[torch.Tensor], missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger takes what is standard output at its import
-            peers = importlib.import_module(_PEERS)
-            return {"deepspeed": peers.cpu_adam_step(*tensors, **_OPTIONS)}
+            stock_ops = importlib.import_module(_STOCK_OPS)
+            return {"deepspeed": stock_ops.cpu_adam_step(*tensors, **_OPTIONS)}
     except ImportError as error:
         missing["deepspeed"] = f"not installed: {error}"
     except RuntimeError as error:

@@ -23,7 +23,7 @@ from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overf
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 READERS = ("sum", "aminmax", "read_loop")
-_PEERS = "memascend.integrations.deepspeed.peers"
+_STOCK_OPS = "memascend.integrations.deepspeed.stock_ops"
 
 _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "fused": has_overflow,
@@ -41,8 +41,8 @@ def _deepspeed(missing: dict[str, str]) -> Iterator[dict[str, Callable[[torch.Te
         way = {}
         try:
             with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to standard output as it is set up
-                peers = importlib.import_module(_PEERS)
-                way["deepspeed"] = stack.enter_context(peers.stage3_check())
+                stock_ops = importlib.import_module(_STOCK_OPS)
+                way["deepspeed"] = stack.enter_context(stock_ops.stage3_check())
         except ImportError as error:
             missing["deepspeed"] = f"not installed: {error}"
         yield way

@@ -104,7 +104,7 @@ def check_transformers(found: str | None) -> Check:
 def tried_deepspeed() -> tuple[str, ...]:
     """Versions that the integration was tried with; none where it cannot be read."""
     try:
-        from memascend.integrations.deepspeed.signatures import TRIED_VERSIONS
+        from memascend.integrations.deepspeed.compat import TRIED_VERSIONS
     except ImportError:
         return ()
     return tuple(TRIED_VERSIONS)

@@ -1,4 +1,4 @@
-"""What the modules of this room agree on: the key in a configuration, which rank logs, what is seen by default."""
+"""What the modules of this package agree on: the key in a configuration, which rank logs, what is seen by default."""
 
 from __future__ import annotations
 

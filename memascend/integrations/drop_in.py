@@ -65,7 +65,7 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         return False
     # Only now: whoever does not use the key must not notice that memascend is installed.
     from memascend.integrations.deepspeed import active, enable
-    from memascend.integrations.deepspeed.parts import switched_off
+    from memascend.integrations.deepspeed.config import switched_off
 
     if active() is not None:
         _warn_of_another_choice(active(), config[CONFIG_KEY])

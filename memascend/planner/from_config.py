@@ -22,7 +22,7 @@ from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement
 
 SECTION = "memascend"
-# Every key of it, as `memascend.enable` reads them (memascend/integrations/deepspeed/parts.py, which needs DeepSpeed).
+# Every key of it, as `memascend.enable` reads them (memascend/integrations/deepspeed/config.py, which needs DeepSpeed).
 SECTION_KEYS = (
     "pinned", "pool", "overflow", "aio", "optimizer_states", "gradients", "numerics", "attention", "loss",
     "checkpointing", "activations", "tiers", "tier_placement", "tier_rehome", "tier_exclusive", "sub_group_order",

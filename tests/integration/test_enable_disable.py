@@ -260,10 +260,10 @@ def test_the_engines_are_told_that_o_direct_is_required(in_memory, monkeypatch, 
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     import memascend
-    from memascend.integrations.deepspeed import parts
+    from memascend.integrations.deepspeed import config
     from memascend.storage.folders import DirectLimits
 
-    monkeypatch.setattr(parts, "direct_limits", lambda folder: DirectLimits(True, 512))
+    monkeypatch.setattr(config, "direct_limits", lambda folder: DirectLimits(True, 512))
     memascend.enable(nvme_config(in_memory, {"require_direct": True, "aio": aio}))
     try:
         handle = AsyncIOBuilder().load().aio_handle()

@@ -30,16 +30,16 @@ OF_PARTS = {
 
 
 def hooks():
-    from memascend.integrations.deepspeed.signatures import CPU_HOOKS, HOOKS
+    from memascend.integrations.deepspeed.compat import CPU_HOOKS, HOOKS
 
     return HOOKS + CPU_HOOKS
 
 
 def hooks_of(part):
-    from memascend.integrations.deepspeed import signatures
+    from memascend.integrations.deepspeed import compat
 
     name, section = OF_PARTS[part]
-    return getattr(signatures, name), section
+    return getattr(compat, name), section
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def refusal(**section: str) -> str:
 
 
 def test_this_deepspeed_has_every_hook():
-    from memascend.integrations.deepspeed.signatures import check_hooks
+    from memascend.integrations.deepspeed.compat import check_hooks
 
     check_hooks(hooks())
 
@@ -105,7 +105,7 @@ def test_what_is_overridden_in_a_class_of_deepspeeds_is_a_hook(has_every_part):
     from deepspeed.runtime.zero import partition_parameters, stage3
 
     import memascend
-    from memascend.integrations.deepspeed import signatures
+    from memascend.integrations.deepspeed import compat
 
     owners = (
         (partition_parameters, "AsyncPartitionedParameterSwapper"),
@@ -114,7 +114,7 @@ def test_what_is_overridden_in_a_class_of_deepspeeds_is_a_hook(has_every_part):
     )
     stock = [getattr(module, name) for module, name in owners]
     sections = [{"gradients": "host", "numerics": "fast"}, {"optimizer_states": "bf16"}]
-    places = {hook.place for name in dir(signatures) if name.endswith("HOOKS") for hook in getattr(signatures, name)}
+    places = {hook.place for name in dir(compat) if name.endswith("HOOKS") for hook in getattr(compat, name)}
     overridden = set()
     for section in sections:
         zero = CONFIG["zero_optimization"] | {"offload_optimizer": {"device": "cpu"}}
@@ -153,7 +153,7 @@ def test_a_version_that_nobody_tried_is_warned_about_once_and_says_what_was_chec
     import deepspeed
 
     import memascend
-    from memascend.integrations.deepspeed.signatures import HOOKS
+    from memascend.integrations.deepspeed.compat import HOOKS
 
     monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
     for _ in range(2):
@@ -191,7 +191,7 @@ def test_a_tried_version_is_not_warned_about():
     import deepspeed
 
     import memascend
-    from memascend.integrations.deepspeed.signatures import TRIED_VERSIONS
+    from memascend.integrations.deepspeed.compat import TRIED_VERSIONS
 
     if deepspeed.__version__ not in TRIED_VERSIONS:
         pytest.skip(f"DeepSpeed {deepspeed.__version__} is not a tried version")

@@ -19,7 +19,7 @@ def swapper(tmp_path):
     """Our swapper over files of its own, with a pool of one buffer."""
 
     from memascend.integrations.deepspeed.aio import AioModule, IoCounters
-    from memascend.integrations.deepspeed.derived import DerivedSettings
+    from memascend.integrations.deepspeed.auto_settings import DerivedSettings
     from memascend.integrations.deepspeed.param_swapper import pooled_swapper_class
     from memascend.memory.pinned import PageAlignedPinnedAllocator
     from memascend.memory.pools import AdaptiveBufferPool, adaptive_pool_classes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from memascend.integrations.deepspeed.announcement import enabled_line
-from memascend.integrations.deepspeed.derived import DerivedSettings
-from memascend.integrations.deepspeed.parts import Parts
+from memascend.integrations.deepspeed.auto_settings import DerivedSettings
+from memascend.integrations.deepspeed.banner import enabled_line
+from memascend.integrations.deepspeed.config import Parts
 from memascend.planner.derived_sizes import cached_sub_group_buffers, sub_group_size
 
 
@@ -52,7 +52,7 @@ def test_what_is_left_out_is_filled_in_and_said_in_one_line():
 def test_only_deepspeed_s_adamw_needs_no_buffer_for_kept_gradients(monkeypatch):
     counts = []
     for adamw in (object, type(torch_optimizer([100]))):
-        monkeypatch.setattr("memascend.integrations.deepspeed.derived.DeepSpeedCPUAdam", adamw)
+        monkeypatch.setattr("memascend.integrations.deepspeed.auto_settings.DeepSpeedCPUAdam", adamw)
         derived, kwargs = DerivedSettings(offloaded(pipeline_read=True), swaps_gradients=False), arguments()
         derived.fill_stage3(torch_optimizer([100]), kwargs)
         counts.append(kwargs["offload_optimizer_config"].buffer_count)
@@ -89,7 +89,7 @@ def test_too_few_optimizer_buffers_are_warned_about():
 def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(monkeypatch):
     config, said = offloaded(), []
     config["zero_optimization"]["sub_group_size"] = 100
-    monkeypatch.setattr("memascend.integrations.deepspeed.derived.announce", said.append)
+    monkeypatch.setattr("memascend.integrations.deepspeed.auto_settings.announce", said.append)
     counts = {}
     for left in (8000, 10**6):  # 2000 are gradients; states of a sub-group 1200, and a fifth is left free
         derived, kwargs = DerivedSettings(config, tiers=("/a", "/b"), swaps_gradients=False), arguments()

@@ -3,7 +3,7 @@
 import pytest
 
 from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, load_system, scaled, system_names
-from memascend.integrations.deepspeed.parts import enable_options
+from memascend.integrations.deepspeed.config import enable_options
 
 SIZES = Sizes(largest_tensor=1000, parameters=10_000, pool_buffers=9)
 DEEPSPEED = [name for name in system_names() if isinstance(load_system(name), DeepSpeedSystem)]

@@ -66,7 +66,7 @@ def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path
 
 @pytest.mark.deepspeed
 def test_deepspeeds_check_is_its_own_and_leaves_no_process_group():
-    from memascend.integrations.deepspeed.peers import stage3_check
+    from memascend.integrations.deepspeed.stock_ops import stage3_check
 
     buffer = torch.zeros(1000)
     with stage3_check() as check:
@@ -92,7 +92,7 @@ def test_overflow_sets_deepspeed_beside_the_others(capsys):
 def test_overflow_without_deepspeed_says_so(capsys, monkeypatch):
     from memascend.bench import overflow
 
-    monkeypatch.setattr(overflow, "_PEERS", "memascend.no_such_peers")
+    monkeypatch.setattr(overflow, "_STOCK_OPS", "memascend.no_such_peers")
     _, text, _ = run(capsys, "overflow", "--dtypes", "fp32", "--numels", "4096", "--repeats", "1")
     assert "without deepspeed: not installed" in text
 
@@ -129,7 +129,7 @@ def test_adamw_states_the_limit_and_both_peers(capsys):
 def test_adamw_without_deepspeed_says_so(capsys, monkeypatch):
     from memascend.bench import adamw
 
-    monkeypatch.setattr(adamw, "_PEERS", "memascend.no_such_peers")
+    monkeypatch.setattr(adamw, "_STOCK_OPS", "memascend.no_such_peers")
     _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1")
     assert "without deepspeed: not installed" in text
 

@@ -9,7 +9,7 @@ import torch
 
 from memascend import systems as found
 from memascend.cli import main
-from memascend.integrations.deepspeed.parts import Parts, enable_options
+from memascend.integrations.deepspeed.config import Parts, enable_options
 from memascend.planner import Workload, model_spec
 from memascend.planner.limits import CONTEXT_STEP
 from memascend.planner.pool import streamed

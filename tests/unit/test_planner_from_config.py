@@ -145,9 +145,9 @@ def test_what_a_plan_cannot_tell_is_one_line(keys, words):
 
 
 def test_the_keys_of_the_section_are_those_of_enable():
-    from memascend.integrations.deepspeed import parts
+    from memascend.integrations.deepspeed import config
 
-    assert set(SECTION_KEYS) == set(parts._KEYS)
+    assert set(SECTION_KEYS) == set(config._KEYS)
 
 
 def test_the_command_plans_a_configuration_file(capsys, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from memascend.doctor import tiers as doctor
 from memascend.doctor.checks import Needs
 from memascend.doctor.speed import DeviceSpeed
-from memascend.integrations.deepspeed.parts import enable_options
+from memascend.integrations.deepspeed.config import enable_options
 from memascend.planner import model_spec
 from memascend.training.config import complete, resumed
 from memascend.training.prepare import workload_of_run

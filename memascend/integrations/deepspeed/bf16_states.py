@@ -15,7 +15,7 @@ import torch
 
 from memascend.integrations.configuration import read_configuration
 
-from .signatures import BF16_HOOKS, check_hooks
+from .compat import BF16_HOOKS, check_hooks
 
 _BF16_KEYS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 

@@ -19,7 +19,7 @@ from typing import Any
 from memascend.integrations.conventions import announce
 from memascend.storage.atomic_write import sync
 
-from .signatures import CHECKPOINT_HOOKS, check_hooks
+from .compat import CHECKPOINT_HOOKS, check_hooks
 from .swapped_states import ExactCheckpoints, read_frozen, write_frozen
 
 _OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder of swap files in a checkpoint

@@ -33,10 +33,10 @@ from memascend.storage.write_budget import WriteMeter
 
 from . import bf16_states, cpu_shims
 from .aio import AioModule, IoCounters, MeteredAioModule, PinModule
-from .announcement import nothing_offloaded
-from .derived import DerivedSettings
-from .parts import TODAY, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
-from .signatures import CPU_HOOKS, DEFERRED_CONVERSION_HOOKS, HOOKS, check_hooks, has_hooks, untried_version_warning
+from .auto_settings import DerivedSettings
+from .banner import nothing_offloaded
+from .compat import CPU_HOOKS, DEFERRED_CONVERSION_HOOKS, HOOKS, check_hooks, has_hooks, untried_version_warning
+from .config import STOCK, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
 from .swap_store import SwapStore
 from .tier_options import TierOptions
 
@@ -88,7 +88,7 @@ def enable(
             f"{ds_config!r}, which is neither; check that the file exists and is JSON"
         )
     if switched_off(config):
-        _active = Enabled(parts=TODAY, ledger=ledger or Ledger(), io=IoCounters())
+        _active = Enabled(parts=STOCK, ledger=ledger or Ledger(), io=IoCounters())
         return _active
     chosen = enable_options(config, options)
     validate_deepspeed_config(config, chosen)
@@ -138,7 +138,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
     derived = None
-    if state.parts != TODAY:
+    if state.parts != STOCK:
         swaps_gradients = state.parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
         derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     untried = untried_version_warning(deepspeed.__version__)

@@ -16,13 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from memascend.integrations.conventions import announce
 from memascend.ops.overflow import has_overflow, has_overflow_aminmax, has_overflow_chain
 
-from .announcement import enabled_line
-from .deferred_grad_conversion import DeferredGradConversion
-from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
-from .host_gradients import HostGradients
-from .ordered_update import OrderedUpdate
-from .placed_states import PlacedStates
-from .signatures import (
+from .banner import enabled_line
+from .compat import (
     DEFERRED_CONVERSION_HOOKS,
     FAST_HOOKS,
     FIRST_STEP_HOOKS,
@@ -33,6 +28,11 @@ from .signatures import (
     check_hooks,
     has_hooks,
 )
+from .deferred_grad_conversion import DeferredGradConversion
+from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
+from .host_gradients import HostGradients
+from .ordered_update import OrderedUpdate
+from .placed_states import PlacedStates
 from .stage3_settings import Stage3Settings
 from .storage_user import StorageUser
 from .swapped_states import ExactCheckpoints
@@ -47,7 +47,7 @@ _CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
 
 def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type:
     """Subclass of DeepSpeed's stage-3 optimizer. Raises RuntimeError where a hook has changed."""
-    bases: list[type] = [OurStage3, StorageUser]
+    bases: list[type] = [MemascendStage3, StorageUser]
     if settings.derived is not None:
         check_hooks(UNUSED_PARAMETER_HOOKS)
         bases += [ExactCheckpoints, UnusedParameters] if settings.exact_checkpoints else [UnusedParameters]
@@ -88,7 +88,7 @@ def local_overflow(check: str, gradients: torch.Tensor) -> bool:
     return _CHECKS[check](gradients)
 
 
-class OurStage3:
+class MemascendStage3:
     """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: derived settings, swap limit, overflow check."""
 
     settings: Stage3Settings
@@ -103,7 +103,7 @@ class OurStage3:
         """Every parameter is partitioned when this ends, those of a model built outside ``zero.Init`` too, and none has
         been gathered yet: now the swappers can size their pools."""
         offload = super().initialize_ds_offload(module, *args, **kwargs)
-        self._swappers = _adopt(module)
+        self._swappers = _swappers_of(module)
         if self.settings.derived is not None:
             pools = [s.pool.total_bytes for s in self._swappers if getattr(s, "pool", None) is not None]
             announce(enabled_line(self.settings.parts, self.settings.derived, sum(pools) if pools else None))
@@ -136,7 +136,7 @@ class OurStage3:
         return local_overflow(self.settings.parts.overflow, self.grad_partitions_flat_buffer)
 
 
-def _adopt(module: torch.nn.Module) -> list[Any]:
+def _swappers_of(module: torch.nn.Module) -> list[Any]:
     """The parameter swappers of ``module``, each told of it."""
     swappers = {id(s): s for s in (getattr(p, "nvme_swapper", None) for p in module.parameters()) if s is not None}
     for swapper in swappers.values():

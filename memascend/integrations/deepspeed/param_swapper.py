@@ -36,7 +36,7 @@ from memascend.memory.pools import (
 
 from .accelerator import PinnedAllocator
 from .aio import AioHandle
-from .derived import DerivedSettings
+from .auto_settings import DerivedSettings
 from .handle_storage import HandleStorage
 
 log = logging.getLogger("memascend")

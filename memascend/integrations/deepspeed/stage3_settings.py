@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .accelerator import PinnedAllocator
-from .derived import DerivedSettings
-from .parts import Parts
+from .auto_settings import DerivedSettings
+from .config import Parts
 from .tier_options import NO_TIERS, TierOptions
 
 

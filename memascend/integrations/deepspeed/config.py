@@ -76,7 +76,7 @@ class Parts:
 # The words of each part, as its annotation lists them.
 _CHOICES: dict[str, tuple[str, ...]] = {name: get_args(hint) for name, hint in get_type_hints(Parts).items()}
 
-TODAY = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
+STOCK = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
 
 
 def switched_off(ds_config: dict[str, Any]) -> bool:

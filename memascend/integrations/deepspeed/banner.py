@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .derived import DerivedSettings
-from .parts import Parts
+from .auto_settings import DerivedSettings
+from .config import Parts
 
 _PRINCIPAL = ("pool", "pinned", "overflow", "aio")  # the others are named where they are not the default
 
