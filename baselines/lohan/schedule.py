@@ -15,8 +15,8 @@ is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), s
 (`swap`) has it in any arm.
 
 With one version of the states that a step can be done again from, all gradients must have come before one is used: they
-wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are played
-that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
+wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are
+simulated that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
 Bytes that a plan prints are the engine's, to the byte (`run.py`); these tasks say how long they take.
 """
 

@@ -201,7 +201,7 @@ def _products(step: Step, phase: str, piece: Piece, recomputed: bool = False) ->
 
 
 def _stands_for(step: Step) -> float:
-    """How many micro batches each that is played stands for."""
+    """How many micro batches each that is simulated stands for."""
     return step.work.accumulation / min(step.work.accumulation, _MOST_BATCHES)
 
 

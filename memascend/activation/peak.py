@@ -1,4 +1,4 @@
-"""A pass under a plan, before it is tried: peak of saved activations and seconds, played by the simulator."""
+"""A pass under a plan, before it is tried: peak of saved activations and seconds, from the simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memascend.activation.record import Plan, Record, block_of
 from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE
-from memascend.simulator import Drive, Fifo, Machine, Played, Task, play
+from memascend.simulator import Drive, Fifo, Machine, SimulationResult, Task, simulate
 
 _POOL, _AHEAD = "saved activations", "read ahead"
 _MOST_TASKS = 600  # regions beyond a third of it are folded with their neighbours
@@ -70,24 +70,24 @@ def predicted_peak(
         },
     )
     forward = _forward(regions, entry_bytes)
-    begun = play(forward, machine)
+    begun = simulate(forward, machine)
     written = {event.name: event.end_s for event in begun.events if event.name.startswith("write ")}
     sent = [number for number, region in enumerate(regions) if region.policy == OFFLOAD]
     # Forwarded is what is still being written when backward comes to it. Whatever holds backward up lets more of it be
     # written, and read, before that: again until it holds.
     read = {n for n in sent if written[f"write {n}"] <= _comes(regions, n, backward_over_forward)}
     while True:
-        played = play(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
-        begins = {event.name: event.begin_s for event in played.events if event.resource == "device"}
+        simulated = simulate(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
+        begins = {event.name: event.begin_s for event in simulated.events if event.resource == "device"}
         more = {n for n in sent if n not in read and written[f"write {n}"] <= begins[f"backward {n}"]}
         if not more:
             break
         read.add(max(more))  # backward comes to it first
     return PredictedPeak(
-        peak_bytes=played.peak(_POOL),
+        peak_bytes=simulated.peak(_POOL),
         kept_bytes=record.bytes,
         offloaded_bytes=int(sum(region.nbytes for region in regions if region.policy == OFFLOAD)),
-        seconds=_end(played),
+        seconds=_end(simulated),
     )
 
 
@@ -97,8 +97,8 @@ def _comes(regions: list[_Region], number: int, ratio: float) -> float:
     return sum(region.seconds for region in regions) + behind
 
 
-def _end(played: Played) -> float:
-    return max((event.end_s for event in played.events if event.resource == "device"), default=0.0)
+def _end(simulated: SimulationResult) -> float:
+    return max((event.end_s for event in simulated.events if event.resource == "device"), default=0.0)
 
 
 def _regions(record: Record, plan: Plan, policies: Mapping[str, str] | None) -> list[_Region]:

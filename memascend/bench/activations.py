@@ -4,7 +4,7 @@ SSDTrain, Figs. 6, 7 and 8a, against what PyTorch itself has. A step is a forwar
 step that is not counted and one that is, the ways in another order each round, in one process whose allocator gives
 large blocks back at once. Memory is the kernel's high-water mark over what was resident before the step, and the
 cache's own account. Beside it the prediction: a pass that keeps everything, with the bytes and times of each tensor
-that it saved, played by the simulator with a drive of the rates that a probe found before the first step.
+that it saved, simulated with a drive of the rates that a probe found before the first step.
 """
 
 from __future__ import annotations

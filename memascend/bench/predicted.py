@@ -1,4 +1,4 @@
-"""A streamed step as the simulator plays it on this machine, from what was measured of others than it.
+"""A streamed step as the simulator runs it on this machine, from what was measured of others than it.
 
 Forward and backward of the same model in memory say how fast the device is, AdamW's rate by itself what the CPU does,
 the rate that the path is held to is the SSD's, which serves one thing at a time. Nothing is taken from a streamed step,

@@ -7,9 +7,9 @@ sub-groups of their own and share the paths, one at a time on each (`exclusive`)
 each direction is measured by itself too, one sub-group of a process after the other: MLP-Offload's Fig. 4. At last
 (`halved`) the first path is held to half its rates, and as many passes show how soon sub-groups lie as they should.
 
-`predict` measures nothing: the simulator plays the same passes over simplex paths, each of which serves one transfer at
+`predict` measures nothing: the simulator runs the same passes over simplex paths, each of which serves one transfer at
 a time, in the order in which they were asked for. Whose they are makes no difference there, so that both ways of
-sharing are one play.
+sharing are one run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from memascend.bench.rate_limit import RateLimitedTier, SharedRateLimiter, clock_of
 from memascend.bench.rounds import conditions, spread
-from memascend.simulator import play
+from memascend.simulator import simulate
 from memascend.simulator.machine import Drive, Machine
 from memascend.simulator.tasks import Task
 from memascend.storage.direct_engine import DirectEngineConfig
@@ -92,7 +92,7 @@ def _facts(options: TierOptions) -> dict[str, Any]:
 
 
 def predict(options: TierOptions) -> dict[str, Any]:
-    """The rows of `measure`, played; of paths held to `simplex`, which none of them has to exist for."""
+    """The rows of `measure`, simulated; of paths held to `simplex`, which none of them has to exist for."""
     rates, rows, points = _told(options), [], []
     for processes in options.processes:
         each = [[seconds] for seconds in _played(options, processes)]
@@ -122,7 +122,7 @@ def _played(options: TierOptions, processes: int) -> list[float]:
             tasks.append(Task(name=read, needs=needs[0], takes={f"rooms{rank}": 1}, **common))
             tasks.append(Task(name=write, needs=needs[1], after=(read,), gives={f"rooms{rank}": 1}, **common))
     rooms = {f"rooms{rank}": options.in_memory for rank in range(processes)}
-    events = play(tasks, Machine(name="paths", resources=drives, pools=rooms)).events
+    events = simulate(tasks, Machine(name="paths", resources=drives, pools=rooms)).events
     return [max(event.end_s for event in events if event.rank == rank) for rank in range(processes)]
 
 

@@ -1,6 +1,6 @@
 """Keep, recompute or offload: what becomes of each block's activations within a memory limit (SSDTrain, Fig. 7).
 
-The simulator decides: mixes are played by the schedule of a system that lets the policies of blocks be chosen, and the
+The simulator decides: mixes are simulated by the schedule of a system that lets the policies of blocks be chosen, and the
 fastest that fits is taken. No torch here.
 """
 
@@ -49,14 +49,14 @@ def groups_of(work: Workload) -> int:
 
 
 class Mixes:
-    """Mixes of one work on one machine; each is played once."""
+    """Mixes of one work on one machine; each is simulated once."""
 
     def __init__(self, work: Workload, machine: Machine, calibrations: Calibrations | None = None) -> None:
         self.work, self.machine, self.costs = work, machine, calibrations
         self.groups = groups_of(work)
-        self.play = cache(self._play)
+        self.simulate = cache(self._simulate)
 
-    def _play(self, offloaded: int, recomputed: int) -> Mix:
+    def _simulate(self, offloaded: int, recomputed: int) -> Mix:
         kept = self.groups - offloaded - recomputed
         policies = (OFFLOAD,) * offloaded + (RECOMPUTE,) * recomputed + (KEEP,) * kept
         work = replace(self.work, activation_policies=policies)
@@ -67,7 +67,7 @@ class Mixes:
             recomputed=blocks[1],
             kept=self.work.spec.layers - sum(blocks),
             seconds=made.seconds,
-            peak_bytes=made.played.peak(SAVED),
+            peak_bytes=made.simulated.peak(SAVED),
             written_bytes=step_of(work, self.machine, self.costs).volume().activation_bytes,
         )
 
@@ -76,10 +76,10 @@ class Mixes:
         of a step that was found already leave seconds for."""
         best = float("inf")
         for recomputed in range(self.groups + 1):
-            if self.play(0, recomputed).seconds >= best:  # no transfers: nothing with as many is faster
+            if self.simulate(0, recomputed).seconds >= best:  # no transfers: nothing with as many is faster
                 return
             for offloaded in range(self.groups - recomputed + 1):
-                mix = self.play(offloaded, recomputed)
+                mix = self.simulate(offloaded, recomputed)
                 if mix.peak_bytes <= limit_bytes:
                     best = min(best, mix.seconds)
                     yield mix
@@ -105,9 +105,9 @@ def choose(work: Workload, machine: Machine, room_bytes: float, calibrations: Ca
     return Choice(
         room_bytes=room_bytes,
         fastest=min(found, key=lambda mix: (round(mix.seconds, 6), mix.written_bytes), default=None),
-        all_kept=mixes.play(0, 0),
-        all_recomputed=mixes.play(0, mixes.groups),
-        all_offloaded=mixes.play(mixes.groups, 0),
+        all_kept=mixes.simulate(0, 0),
+        all_recomputed=mixes.simulate(0, mixes.groups),
+        all_offloaded=mixes.simulate(mixes.groups, 0),
     )
 
 

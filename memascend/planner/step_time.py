@@ -1,4 +1,4 @@
-"""Seconds of one training step on a described machine: the system's schedule, played by the simulator.
+"""Seconds of one training step on a described machine: the system's schedule, simulated.
 
 Left out: the optimizer of a system that keeps states on the GPU (no testbed says how fast its memory is), page faults
 of new buffers, and the start of a run.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from memascend.planner.machine import RATES, Calibrations, Machine
 from memascend.planner.step import Step, step_of
 from memascend.planner.workload import Workload
-from memascend.simulator import Calibration, Played, play
+from memascend.simulator import Calibration, SimulationResult, simulate
 from memascend.simulator.machine import Machine as Resources
 from memascend.simulator.testbed import machine_of
 
@@ -41,11 +41,11 @@ class StepTime:
 
     phases: tuple[Phase, ...]
     tokens: int
-    played: Played
+    simulated: SimulationResult
 
     @property
     def seconds(self) -> float:
-        return self.played.seconds
+        return self.simulated.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,13 +73,13 @@ def step_time(work: Workload, machine: Machine, *, calibrations: Calibrations | 
     step = step_of(work, machine, calibrations)
     resources = machine_for(step)
     _require(step, resources, machine.memory_bytes_per_s is not None)
-    played = play(step.tasks, resources)
+    simulated = simulate(step.tasks, resources)
     phases = tuple(
-        Phase(name=name, seconds=end - begin, by_resource=_by_resource(played, name))
-        for name, (begin, end) in played.phases().items()
+        Phase(name=name, seconds=end - begin, by_resource=_by_resource(simulated, name))
+        for name, (begin, end) in simulated.phases().items()
     )
     tokens = work.ranks * work.batch * work.context * work.accumulation
-    return StepTime(phases=phases, tokens=tokens, played=played)
+    return StepTime(phases=phases, tokens=tokens, simulated=simulated)
 
 
 def machine_for(step: Step) -> Resources:
@@ -122,10 +122,10 @@ def _require(step: Step, resources: Resources, has_memory: bool) -> None:
         raise ValueError(f"the testbed {resources.name} does not say {said}, which step times need")
 
 
-def _by_resource(played: Played, phase: str) -> dict[str, float]:
+def _by_resource(simulated: SimulationResult, phase: str) -> dict[str, float]:
     """Seconds of work by resource. The two directions of a PCIe link work side by side: the longer counts."""
     out: dict[str, float] = {}
-    for server, seconds in played.served_s.get(phase, {}).items():
+    for server, seconds in simulated.served_s.get(phase, {}).items():
         kind = server.partition(".")[0].rstrip("0123456789")
         name = _NAMES.get(kind, server)
         out[name] = max(out.get(name, 0.0), seconds)

@@ -17,7 +17,7 @@ def write_step(result: PlanResult, path: Path, *, force: bool = False) -> None:
     work = result.work
     write_trace(
         path,
-        result.time.played.events,
+        result.time.simulated.events,
         lane="modelled",
         source=result.machine.name,
         system=work.system,

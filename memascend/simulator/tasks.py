@@ -11,7 +11,7 @@ class Task:
     """One piece of a step.
 
     Args:
-        name: unique in a play.
+        name: unique in a run.
         phase: what its time is booked under (forward, backward, optimizer ...).
         rank: the process that runs it; only for the trace.
         needs: work by resource: bytes or floating-point operations for a resource that has a rate, seconds where the

@@ -24,7 +24,7 @@ def record(blocks=3):
     return made
 
 
-def played(*policies, rate=1e9, prefetch=BLOCK / 2):
+def simulated(*policies, rate=1e9, prefetch=BLOCK / 2):
     return predicted_peak(
         record(len(policies)),
         Plan(),
@@ -37,23 +37,24 @@ def played(*policies, rate=1e9, prefetch=BLOCK / 2):
 
 
 def test_one_policy_for_all_blocks_by_hand():
-    kept = played("keep", "keep", "keep")
+    kept = simulated("keep", "keep", "keep")
     assert (kept.peak_bytes, kept.seconds, kept.offloaded_bytes) == (300, 18, 0)
-    again = played("recompute", "recompute", "recompute")
+    again = simulated("recompute", "recompute", "recompute")
     assert (again.peak_bytes, again.seconds) == (130, 24)  # three inputs and one block; each block once more
-    sent = played("offload", "offload", "keep")
+    sent = simulated("offload", "offload", "keep")
     assert (sent.peak_bytes, sent.offloaded_bytes) == (150, 200)  # half a block is written or read meanwhile
     assert sent.seconds == pytest.approx(18)
 
 
 def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
-    mixed = played("offload", "recompute", "keep")
+    mixed = simulated("offload", "recompute", "keep")
     assert mixed.seconds == pytest.approx(20)
     assert mixed.peak_bytes == pytest.approx(10 + BLOCK + BLOCK / 2)
     # Written from 1 s to 11 s, 5 s a half; backward comes to them at 14 s, and takes 2 s for each when it is there.
-    assert played("offload", "keep", "keep", rate=10.0).seconds == pytest.approx(25)  # 11 + 5 + 2 + 5 + 2
-    assert played("offload", "keep", "keep", rate=10.0, prefetch=BLOCK).seconds == pytest.approx(23)  # 11 + 5 + 5 + 2
-    assert played("offload", "keep", "keep", rate=1e9).seconds == pytest.approx(18)
+    assert simulated("offload", "keep", "keep", rate=10.0).seconds == pytest.approx(25)  # 11 + 5 + 2 + 5 + 2
+    ahead = simulated("offload", "keep", "keep", rate=10.0, prefetch=BLOCK)
+    assert ahead.seconds == pytest.approx(23)  # 11 + 5 + 5 + 2
+    assert simulated("offload", "keep", "keep", rate=1e9).seconds == pytest.approx(18)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 28])

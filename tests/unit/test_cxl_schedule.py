@@ -17,14 +17,14 @@ BARE = dataclasses.replace(Calibrations(), host_seconds_per_parameter=0.0)
 DRAM, CARD = 204.8e9, 64e9
 
 
-def played(arm, model="qwen2.5-7b", batch=16, context=4096, ranks=1):
+def simulated(arm, model="qwen2.5-7b", batch=16, context=4096, ranks=1):
     spec = model_spec(model)
     work = Workload(spec=spec, system="cxl", arm=arm, dtype="bf16", batch=batch, context=context, ranks=ranks)
     return step_time(work, MACHINE, calibrations=BARE)
 
 
 def phases(arm, **changes):
-    return {phase.name: phase for phase in played(arm, **changes).phases}
+    return {phase.name: phase for phase in simulated(arm, **changes).phases}
 
 
 def test_interleaving_makes_adamw_wait_for_the_card():
@@ -42,8 +42,8 @@ def test_latency_first_keeps_the_optimizer_in_dram_where_it_has_room():
 
 def test_aware_allocation_is_never_behind_interleaving_and_near_local_memory():
     """Fig. 13, single card: 97 to 99 % of DRAM alone for 7B; naive falls to 76 % at worst (held out)."""
-    local = played("baseline").tokens_per_second
-    aware, naive = (played(arm).tokens_per_second / local for arm in ("cxl_aware", "naive"))
+    local = simulated("baseline").tokens_per_second
+    aware, naive = (simulated(arm).tokens_per_second / local for arm in ("cxl_aware", "naive"))
     assert naive < aware
     assert 0.95 < aware < 1.02  # what lies on the card leaves DRAM to AdamW
 

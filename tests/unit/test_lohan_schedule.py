@@ -26,7 +26,7 @@ def work(arm="optimized", system="lohan", batch=32):
     return Workload(spec=SPEC, system=system, arm=arm, dtype="bf16", batch=batch, context=1024)
 
 
-def played(arm="optimized", **changes):
+def simulated(arm="optimized", **changes):
     return step_time(work(arm, **changes), MACHINE, calibrations=COSTS)
 
 
@@ -75,9 +75,9 @@ def test_the_tasks_move_what_the_engine_does(states, clip, accumulation, version
 
 def test_an_optimizer_in_backward_is_faster_the_more_of_it_overlaps():
     """Figure 7's order: optimized, naive, the optimizer afterwards (whose gradients are written and read besides)."""
-    seconds = {arm: played(arm).seconds for arm in ("optimized", "naive", "none")}
+    seconds = {arm: simulated(arm).seconds for arm in ("optimized", "naive", "none")}
     assert seconds["optimized"] < seconds["naive"] < seconds["none"]
-    phases = {phase.name: phase for phase in played().phases}
+    phases = {phase.name: phase for phase in simulated().phases}
     assert set(phases) == {"forward", "backward"}
     slowest = max(phases["backward"].by_resource.values())
     assert slowest <= phases["backward"].seconds < 1.1 * slowest
@@ -98,10 +98,12 @@ def test_zero_infinitys_optimizer_spends_its_published_seconds_on_the_ssd():
 
 def test_algorithm_1_swaps_in_the_simulator_what_its_equations_say():
     """At batch 64 the GPU decides: part of the activations goes to the SSD, less is computed again, and it pays."""
-    swapping, all_again = (played(arm, batch=64) for arm in ("as_published", "optimized"))
-    written = [made.played.served_s["forward"]["ssd"] for made in (swapping, all_again)]
-    products = [made.played.served_s["backward"]["gpu0"] for made in (swapping, all_again)]
+    swapping, all_again = (simulated(arm, batch=64) for arm in ("as_published", "optimized"))
+    written = [made.simulated.served_s["forward"]["ssd"] for made in (swapping, all_again)]
+    products = [made.simulated.served_s["backward"]["gpu0"] for made in (swapping, all_again)]
     assert written[0] > written[1]
     assert products[0] < products[1]
     assert swapping.seconds < all_again.seconds
-    assert played("as_published", batch=16).seconds == pytest.approx(played("optimized", batch=16).seconds, rel=1e-3)
+    assert simulated("as_published", batch=16).seconds == pytest.approx(
+        simulated("optimized", batch=16).seconds, rel=1e-3
+    )

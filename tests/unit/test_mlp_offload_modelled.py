@@ -6,8 +6,8 @@ No constant of the model was found from them.
 
 import pytest
 
+from workflows.paper_models import constants
 from workflows.papers.mlpoffload import rows
-from workflows.played import constants
 
 LOGGED = {
     rows.ZERO: {"40B": 213.6, "52B": 209.3, "70B": 336.4, "100B": 501.9, "120B": 475.5},

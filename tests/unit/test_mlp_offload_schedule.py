@@ -49,10 +49,10 @@ def test_several_paths_end_together_and_take_the_update_formula():
     sub-groups lie on a path, which costs a few percent."""
     rate = 1 / (1 / READ + 1 / WRITE) + 1 / (2 / REMOTE)
     closed = 12 * SPEC.parameters * (1 - kept("mlp_offload")) / rate
-    played = step_time(work("mlp_offload"), MACHINE).played
-    optimizer = played.phases()["optimizer"]
+    simulated = step_time(work("mlp_offload"), MACHINE).simulated
+    optimizer = simulated.phases()["optimizer"]
     assert closed < optimizer[1] - optimizer[0] < 1.05 * closed
-    ends = [max(e.end_s for e in played.events if e.resource == f"{name}.write") for name in ("nvme", "pfs")]
+    ends = [max(e.end_s for e in simulated.events if e.resource == f"{name}.write") for name in ("nvme", "pfs")]
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
 
@@ -96,7 +96,7 @@ def test_without_a_testbed_everything_lies_on_one_path():
 
 
 def test_a_ratio_by_hand_divides_the_paths_so_and_the_slower_part_decides():
-    made = step_time(work("by_hand"), MACHINE).played
+    made = step_time(work("by_hand"), MACHINE).simulated
     moved = {name: sum(e.amount for e in made.events if e.resource == f"{name}.read") for name in ("nvme", "pfs")}
     assert moved["nvme"] == pytest.approx(2 * moved["pfs"], rel=0.05)
     assert phases("by_hand")["optimizer"] > phases("mlp_offload")["optimizer"]

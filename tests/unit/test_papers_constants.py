@@ -3,9 +3,9 @@
 import pytest
 
 from memascend.planner.machine import Calibrations
+from workflows.paper_models import Paper, constants
 from workflows.papers.cxl import rows as cxl
 from workflows.papers.lohan.rows import first_figure, settings, sizes, throughput
-from workflows.played import Paper, constants
 
 
 def phase(made, name):
@@ -42,7 +42,7 @@ def test_algorithm_1_as_printed_predicts_the_step_of_12b_with_one_card():
 
 def test_lohans_gpu_takes_the_seconds_that_its_rate_was_solved_from():
     made = settings.step(settings.LOHAN, "13B", 32)
-    assert made.played.served_s["forward"]["gpu0"] == pytest.approx(5.96, rel=1e-3)
+    assert made.simulated.served_s["forward"]["gpu0"] == pytest.approx(5.96, rel=1e-3)
     n = settings.net("13B", 32)
     assert n.forward_flops / settings.rates().gpu == pytest.approx(5.96, rel=1e-3)
 

@@ -28,12 +28,12 @@ MACHINE = Machine(
 WORK = Workload(spec=SPEC, system="ssdtrain", batch=4, context=2048, dtype="bf16", stack=Stack(checkpointing="ssd"))
 IDEAL = Calibrations(gpu_efficiency=1.0)
 MIXES = Mixes(WORK, MACHINE, IDEAL)
-ALL = [MIXES.play(o, r) for r in range(7) for o in range(7 - r)]
+ALL = [MIXES.simulate(o, r) for r in range(7) for o in range(7 - r)]
 
 
 @pytest.mark.parametrize("limit", [0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0])
 def test_no_mix_that_fits_is_faster(limit):
-    room = limit * MIXES.play(0, 0).peak_bytes
+    room = limit * MIXES.simulate(0, 0).peak_bytes
     fitting = [mix for mix in ALL if mix.peak_bytes <= room]
     found = choose(WORK, MACHINE, room, IDEAL).fastest
     if not fitting:
@@ -53,10 +53,10 @@ def test_with_room_for_all_nothing_is_moved_and_with_none_there_is_no_mix():
 
 def test_a_drive_that_suffices_is_used_before_anything_is_computed_again():
     fast = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=900e9, ssd_write_bytes_per_s=900e9)
-    made = choose(WORK, fast, 0.5 * MIXES.play(0, 0).peak_bytes, IDEAL)
+    made = choose(WORK, fast, 0.5 * MIXES.simulate(0, 0).peak_bytes, IDEAL)
     assert (made.fastest.recomputed, made.fastest.seconds) == (0, pytest.approx(made.all_kept.seconds))
     slow = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
-    assert choose(WORK, slow, 0.5 * MIXES.play(0, 0).peak_bytes, IDEAL).fastest.offloaded == 0
+    assert choose(WORK, slow, 0.5 * MIXES.simulate(0, 0).peak_bytes, IDEAL).fastest.offloaded == 0
 
 
 def test_the_room_is_what_weights_states_and_kernels_leave():

@@ -13,7 +13,7 @@ from memascend.planner.machine import Calibrations, Machine, machine_from_file, 
 from memascend.planner.pieces import forward_flops, pieces
 from memascend.planner.step_time import CPU, GPU, PCIE, SSD, machine_for
 from memascend.planner.workload import papers
-from memascend.simulator import play, roofline_s
+from memascend.simulator import roofline_s, simulate
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "memascend.csv"
 MODELS = ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
@@ -152,7 +152,7 @@ def test_a_pipelined_optimizer_takes_its_slowest_stage_and_a_serial_one_all_of_t
     def optimizer(arm):
         made = step_time(spec, ROUND, "zero_infinity", arm=arm, calibrations=IDEAL)
         (seconds,) = (phase.seconds for phase in made.phases if phase.name == "optimizer")
-        return seconds, made.played.served_s["optimizer"].values()
+        return seconds, made.simulated.served_s["optimizer"].values()
 
     (serial, stages), (pipelined, same) = optimizer("today"), optimizer("today_pipelined")
     assert sorted(stages) == pytest.approx(sorted(same))
@@ -165,10 +165,10 @@ def test_a_pipelined_optimizer_takes_its_slowest_stage_and_a_serial_one_all_of_t
 def test_a_step_takes_its_roofline_and_little_more_for_filling_and_draining(system):
     made = work(model_spec("qwen2.5-7b"), system, batch=4, context=2048)
     step = steps.step_of(made, ROUND)
-    machine, played = machine_for(step), play(step.tasks, machine_for(step))
+    machine, simulated = machine_for(step), simulate(step.tasks, machine_for(step))
     assert len(step.tasks) < 2000
     begin = 0.0
-    for phase, (first, last) in played.phases().items():
+    for phase, (first, last) in simulated.phases().items():
         assert first == pytest.approx(begin)  # nothing idle between the phases
         begin = last
         tasks = [task for task in step.tasks if task.phase == phase]
@@ -188,7 +188,7 @@ def test_one_buffer_for_a_whole_block_makes_reading_and_computing_take_turns():
     roomy, tight = steps.step_of(made, ROUND), steps.step_of(made, ROUND)
     largest = max(piece.weight_bytes for piece in tight.pieces[1:-1])
     tight.pools["parameter pool"] = largest
-    free, held = (play(step.tasks, machine_for(step)) for step in (roomy, tight))
+    free, held = (simulate(step.tasks, machine_for(step)) for step in (roomy, tight))
     assert held.peak("parameter pool") <= largest < free.peak("parameter pool")
     work_s = held.served_s["forward"]
     assert held.phases()["forward"][1] > 0.95 * (work_s["ssd"] + work_s["gpu0"]) > free.phases()["forward"][1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend.simulator import Drive, Event, Fifo, Machine, Shared, Task, play, read_trace, roofline_s, write_trace
+from memascend.simulator import Drive, Event, Fifo, Machine, Shared, Task, read_trace, roofline_s, simulate, write_trace
 from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from memascend.simulator.trace import busy_s
 
@@ -17,20 +17,20 @@ def machine(pools=None, locks=(), **resources):
     return Machine(name="test", resources=resources, pools=pools or {}, locks=tuple(locks))
 
 
-def times(played):
-    return {event.name: (event.begin_s, event.end_s) for event in played.events}
+def times(simulated):
+    return {event.name: (event.begin_s, event.end_s) for event in simulated.events}
 
 
 def test_a_fifo_resource_serves_one_task_at_a_time_in_the_order_of_readiness():
     tasks = [Task(name=f"t{i}", phase="p", needs={"gpu": 10.0}) for i in range(3)]
-    assert times(play(tasks, machine(gpu=Fifo(rate=5.0)))) == {"t0": (0, 2), "t1": (2, 4), "t2": (4, 6)}
+    assert times(simulate(tasks, machine(gpu=Fifo(rate=5.0)))) == {"t0": (0, 2), "t1": (2, 4), "t2": (4, 6)}
 
 
 def test_two_tasks_share_a_link_and_the_second_speeds_up_when_the_first_ends():
     tasks = [Task(name="small", phase="p", needs={"dram": 10.0}), Task(name="large", phase="p", needs={"dram": 30.0})]
-    played = play(tasks, machine(dram=Shared(rate=10.0)))
-    assert times(played)["small"][1] == pytest.approx(2.0)  # both at 5 a second
-    assert played.seconds == pytest.approx(4.0)  # nothing of the link is left unused
+    simulated = simulate(tasks, machine(dram=Shared(rate=10.0)))
+    assert times(simulated)["small"][1] == pytest.approx(2.0)  # both at 5 a second
+    assert simulated.seconds == pytest.approx(4.0)  # nothing of the link is left unused
 
 
 def test_max_min_shares_leave_to_others_what_a_slow_task_cannot_use():
@@ -39,14 +39,14 @@ def test_max_min_shares_leave_to_others_what_a_slow_task_cannot_use():
         Task(name="adam", phase="p", needs={"cpu": 10.0, "dram": 20.0}),
         Task(name="copy", phase="p", needs={"dram": 80.0}),
     ]
-    played = play(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0)))
-    assert times(played)["adam"][1] == pytest.approx(10.0)
-    assert times(played)["copy"][1] == pytest.approx(10.0)
+    simulated = simulate(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0)))
+    assert times(simulated)["adam"][1] == pytest.approx(10.0)
+    assert times(simulated)["copy"][1] == pytest.approx(10.0)
 
 
 def test_a_task_ends_when_its_slowest_resource_has_served_it():
     tasks = [Task(name="t", phase="p", needs={"cpu": 1.0, "dram": 50.0})]
-    assert play(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0))).seconds == pytest.approx(5.0)
+    assert simulate(tasks, machine(cpu=Fifo(rate=1.0), dram=Shared(rate=10.0))).seconds == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(("duplex", "seconds"), [(True, 4.0), (False, 6.0)])
@@ -55,7 +55,7 @@ def test_a_duplex_path_reads_and_writes_at_once_and_a_simplex_path_in_turn(duple
         Task(name="read", phase="p", needs={"ssd.read": 20.0}),
         Task(name="write", phase="p", needs={"ssd.write": 20.0}),
     ]
-    assert play(tasks, machine(ssd=Drive(read=10.0, write=5.0, duplex=duplex))).seconds == pytest.approx(seconds)
+    assert simulate(tasks, machine(ssd=Drive(read=10.0, write=5.0, duplex=duplex))).seconds == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(("buffers", "seconds"), [(1, 12.0), (2, 8.0), (math.inf, 8.0)])
@@ -65,9 +65,9 @@ def test_the_number_of_buffers_decides_what_overlaps(buffers, seconds):
     for i in range(4):
         tasks.append(Task(name=f"read {i}", phase="p", needs={"ssd.read": 2.0}, takes={"buffers": 1}))
         tasks.append(Task(name=f"block {i}", phase="p", needs={"gpu": 1.0}, after=(f"read {i}",), gives={"buffers": 1}))
-    played = play(tasks, machine({"buffers": buffers}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
-    assert played.seconds == pytest.approx(seconds if buffers == 1 else seconds + 1.0)
-    assert played.peak("buffers") == (1 if buffers == 1 else 2)
+    simulated = simulate(tasks, machine({"buffers": buffers}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
+    assert simulated.seconds == pytest.approx(seconds if buffers == 1 else seconds + 1.0)
+    assert simulated.peak("buffers") == (1 if buffers == 1 else 2)
 
 
 def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
@@ -78,7 +78,7 @@ def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
         ),
         Task(name="write", phase="p", needs={"ssd.write": 1.0}, after=("old",), gives={"buffers": 1}),
     ]
-    assert times(play(tasks, machine({"buffers": 1}, ssd=Drive(read=1.0, write=1.0)))) == {
+    assert times(simulate(tasks, machine({"buffers": 1}, ssd=Drive(read=1.0, write=1.0)))) == {
         "write": (0, 1),
         "read": (1, 2),
     }
@@ -88,27 +88,27 @@ def test_a_large_request_of_a_pool_is_not_starved_by_small_ones_behind_it():
     tasks = [Task(name="first", phase="p", needs={"a": 2.0}, takes={"m": 1}, gives={"m": 1})]
     tasks.append(Task(name="large", phase="p", needs={"b": 1.0}, takes={"m": 2}, gives={"m": 2}))
     tasks += [Task(name=f"s{i}", phase="p", needs={f"c{i}": 5.0}, takes={"m": 1}, gives={"m": 1}) for i in range(2)]
-    played = play(tasks, machine({"m": 2}, a=Fifo(), b=Fifo(), c0=Fifo(), c1=Fifo()))
-    assert times(played)["large"] == (2, 3)
+    simulated = simulate(tasks, machine({"m": 2}, a=Fifo(), b=Fifo(), c0=Fifo(), c1=Fifo()))
+    assert times(simulated)["large"] == (2, 3)
 
 
 def test_a_lock_is_held_by_one_rank_at_a_time():
     tasks = [
         Task(name=f"rank {i}", phase="p", rank=i, needs={f"stream {i}": 3.0}, holds=("node-0-nvme",)) for i in range(3)
     ]
-    played = play(tasks, machine(locks=["node-0-nvme"], **{f"stream {i}": Fifo() for i in range(3)}))
-    assert played.seconds == pytest.approx(9.0)
+    simulated = simulate(tasks, machine(locks=["node-0-nvme"], **{f"stream {i}": Fifo() for i in range(3)}))
+    assert simulated.seconds == pytest.approx(9.0)
 
 
 def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
     both = [Task(name="a", phase="p", after=("b",)), Task(name="b", phase="p", after=("a",))]
     with pytest.raises(ValueError, match=r"circular wait between tasks: a, b"):
-        play(both, machine())
+        simulate(both, machine())
     kept = [Task(name=f"t{i}", phase="p", takes={"m": 1}) for i in range(2)]
     with pytest.raises(
         ValueError, match=r"simulation deadlock .*'t1' waits for 1 of pool 'm', of which 1 of 1 are in use"
     ):
-        play(kept, machine({"m": 1}))
+        simulate(kept, machine({"m": 1}))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
 )
 def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
-        play([task], machine({"m": 2}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
+        simulate([task], machine({"m": 2}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -154,15 +154,15 @@ def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_p
             )
     resources = {f"s{stage}": Fifo() for stage in range(len(stages))} | {"dram": Shared(rate=10.0)}
     testbed = Machine(name="test", resources=resources, pools={"m": 1.0}).with_pools()
-    played = play(tasks, testbed)
+    simulated = simulate(tasks, testbed)
     lower = roofline_s(tasks, testbed)
     alone = [max(work, shared / 10.0) for work in stages]
-    assert lower * (1 - 1e-6) <= played.seconds
+    assert lower * (1 - 1e-6) <= simulated.seconds
     if shared == 0 or len(stages) == 1:
-        assert played.seconds <= (blocks - 1) * max(alone) + sum(alone) + 1e-6
-        assert played.seconds <= lower + sum(alone) + 1e-6
+        assert simulated.seconds <= (blocks - 1) * max(alone) + sum(alone) + 1e-6
+        assert simulated.seconds <= lower + sum(alone) + 1e-6
     else:  # shares of DRAM stretch stages, together by no more than DRAM's own work
-        assert played.seconds <= lower + blocks * len(stages) * shared / 10.0 + sum(alone) + 1e-6
+        assert simulated.seconds <= lower + blocks * len(stages) * shared / 10.0 + sum(alone) + 1e-6
 
 
 @settings(max_examples=60, deadline=None)
@@ -177,14 +177,14 @@ def test_random_graphs_take_at_least_the_roofline_and_at_most_everything_one_aft
         pool = {"m": rng.choice([0.5, 1.0])} if rng.random() < 0.5 else {}
         tasks.append(Task(name=f"t{number}", phase="p", needs=needs, after=after, takes=pool, gives=pool))
     testbed = machine({"m": 1.5}, gpu=Fifo(rate=2.0), ssd=Drive(read=1.0, write=0.5), dram=Shared(rate=3.0))
-    played = play(tasks, testbed)
+    simulated = simulate(tasks, testbed)
     serial = sum(max(amount / testbed.serve(work)[1] for work, amount in task.needs.items()) for task in tasks)
-    assert roofline_s(tasks, testbed) * (1 - 1e-6) <= played.seconds <= serial * (1 + 1e-6) + 1e-6
-    assert {event.name for event in played.events} == {task.name for task in tasks}
-    assert played.levels["m"][-1][1] == pytest.approx(0.0)
-    for phase, by_server in played.served_s.items():
-        assert all(seconds <= played.seconds * (1 + 1e-6) for seconds in by_server.values()), phase
-    assert play(tasks, testbed) == played
+    assert roofline_s(tasks, testbed) * (1 - 1e-6) <= simulated.seconds <= serial * (1 + 1e-6) + 1e-6
+    assert {event.name for event in simulated.events} == {task.name for task in tasks}
+    assert simulated.levels["m"][-1][1] == pytest.approx(0.0)
+    for phase, by_server in simulated.served_s.items():
+        assert all(seconds <= simulated.seconds * (1 + 1e-6) for seconds in by_server.values()), phase
+    assert simulate(tasks, testbed) == simulated
 
 
 def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_path):
@@ -192,15 +192,15 @@ def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_
         Task(name="read", phase="forward", needs={"ssd.read": 20.0}),
         Task(name="block", phase="forward", rank=1, needs={"gpu": 3.0}, after=("read",)),
     ]
-    played = play(tasks, machine(gpu=Fifo(), ssd=Drive(read=10.0, write=5.0)))
-    write_trace(tmp_path / "t.json", played.events, lane="modelled", source="test", system="toy")
+    simulated = simulate(tasks, machine(gpu=Fifo(), ssd=Drive(read=10.0, write=5.0)))
+    write_trace(tmp_path / "t.json", simulated.events, lane="modelled", source="test", system="toy")
     events, facts = read_trace(tmp_path / "t.json")
-    assert events == list(played.events)
+    assert events == list(simulated.events)
     assert facts == {"lane": "modelled", "source": "test", "system": "toy"}
     raw = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {(e["pid"], e["args"]["name"]) for e in raw if e["name"] == "thread_name"} == {(0, "ssd.read"), (1, "gpu")}
-    assert played.busy("forward") == {"ssd.read": 2.0, "gpu": 3.0}
-    assert played.bottleneck() == "gpu"
+    assert simulated.busy("forward") == {"ssd.read": 2.0, "gpu": 3.0}
+    assert simulated.bottleneck() == "gpu"
 
 
 def test_overlapping_events_of_a_resource_are_busy_once():

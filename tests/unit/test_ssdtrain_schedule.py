@@ -13,7 +13,7 @@ from memascend.planner.options import Stack
 from memascend.planner.plan_result import full_plan
 from memascend.planner.step import Step, step_of
 from memascend.planner.step_time import machine_for, step_time
-from memascend.simulator import play
+from memascend.simulator import simulate
 
 SPEC = model_spec("llama3.2-1b")
 CHECKPOINTING = {"keep": "none", "recompute": "plain"}
@@ -44,11 +44,11 @@ def made(arm="ssdtrain", machine=MACHINE, **changes):
 
 
 def peak(arm="ssdtrain", machine=MACHINE, **changes):
-    return made(arm, machine, **changes).played.peak(SAVED)
+    return made(arm, machine, **changes).simulated.peak(SAVED)
 
 
-def spans(played):
-    return {event.name: (event.begin_s, event.end_s) for event in played.events}
+def spans(simulated):
+    return {event.name: (event.begin_s, event.end_s) for event in simulated.events}
 
 
 def test_what_is_written_is_what_the_plan_counts():
@@ -93,11 +93,11 @@ def test_memory_at_the_worst_instant_by_hand():
 
 
 def test_loads_follow_one_another_in_the_reverse_order_of_stores_and_a_piece_ahead():
-    played = made().played
-    stores, loads = ([e.name for e in played.events if e.resource == f"ssd.{way}"] for way in ("write", "read"))
+    simulated = made().simulated
+    stores, loads = ([e.name for e in simulated.events if e.resource == f"ssd.{way}"] for way in ("write", "read"))
     assert len(stores) == len(loads) == 4 * (SPEC.layers - 1)
     assert [name.removeprefix("load ") for name in loads] == [name.removeprefix("store ") for name in stores[::-1]]
-    at = spans(played)
+    at = spans(simulated)
     for name in loads:
         assert at[name][1] <= at[name.replace("load", "backward")][0]
         assert at[name][0] >= at[name.replace("load", "backward")][0] - 2 * (at["forward 0: block 0.0"][1] * 2)
@@ -133,7 +133,7 @@ def test_the_hybrid_writes_what_the_drive_takes_in_forward_and_costs_no_time():
 def test_micro_batches_move_their_bytes_and_take_their_seconds_and_share_the_memory(accumulation):
     one, several = made(), made(accumulation=accumulation)
     assert several.seconds == pytest.approx(accumulation * one.seconds)
-    assert several.played.peak(SAVED) == pytest.approx(one.played.peak(SAVED))
+    assert several.simulated.peak(SAVED) == pytest.approx(one.simulated.peak(SAVED))
     whole = step_of(work(accumulation=accumulation)).volume().activation_bytes
     assert whole == pytest.approx(accumulation * activation_writes(work()))
 
@@ -143,12 +143,12 @@ def test_every_block_can_have_a_policy_of_its_own():
     policies = [OFFLOAD] * 6 + [RECOMPUTE] * 6 + [KEEP] * 4
     regions = regions_of(step, policies)
     backward(step, regions, after=forward(step, regions))
-    played = play(step.tasks, machine_for(step))
+    simulated = simulate(step.tasks, machine_for(step))
     assert step.activation_bytes == pytest.approx(6 * BLOCK)
-    assert played.peak(SAVED) == pytest.approx(6 * INPUT + 4 * BLOCK + LOSS)
-    assert sum(1 for event in played.events if event.name.startswith("recompute")) == 0  # it takes memory alone
+    assert simulated.peak(SAVED) == pytest.approx(6 * INPUT + 4 * BLOCK + LOSS)
+    assert sum(1 for event in simulated.events if event.name.startswith("recompute")) == 0  # it takes memory alone
     kept, again = made("keep").seconds, made("recompute").seconds
-    assert played.seconds == pytest.approx(kept + 6 / 16 * (again - kept))
+    assert simulated.seconds == pytest.approx(kept + 6 / 16 * (again - kept))
     with pytest.raises(ValueError, match="2 policies for 16 blocks"):
         regions_of(step, [KEEP, KEEP])
 
@@ -156,5 +156,5 @@ def test_every_block_can_have_a_policy_of_its_own():
 @pytest.mark.parametrize("arm", ["ssdtrain", "hybrid", "as_published", "keep", "recompute"])
 def test_all_memory_is_given_back(arm):
     for machine in (MACHINE, SLOW):
-        levels = made(arm, machine).played.levels
+        levels = made(arm, machine).simulated.levels
         assert [changes[-1][1] for changes in levels.values()] == pytest.approx([0.0] * len(levels), abs=1.0)

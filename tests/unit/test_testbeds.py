@@ -12,7 +12,7 @@ import yaml
 
 from hardware import probe
 from hardware.registry import FOLDER, check, known_testbeds, load_testbed
-from memascend.simulator import Calibration, Task, play
+from memascend.simulator import Calibration, Task, simulate
 from memascend.simulator.testbed import machine_of
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_every_testbed_becomes_a_machine_of_the_simulator(testbed_id):
     gpus = sum(gpu["count"] for gpu in testbed["gpus"])
     peak = testbed["rates"]["gpu_tflops_16bit"]["value"] * 1e12
     tasks = [Task(name=f"t{i}", phase="p", rank=i, needs={f"gpu{i}": peak, f"pcie{i}.down": 1.0}) for i in range(gpus)]
-    assert play(tasks, machine).seconds == pytest.approx(1.0)
+    assert simulate(tasks, machine).seconds == pytest.approx(1.0)
     assert {path["name"] for path in testbed.get("paths", [])} <= set(machine.resources)
     assert {node["name"] for node in testbed.get("memory_nodes", [])} <= set(machine.resources)
 

@@ -13,16 +13,16 @@ import sys
 import pandas as pd
 
 from memascend.planner import footprint, machine
-from workflows import played, registry, tidy
+from workflows import paper_models, registry, tidy
 from workflows.derive import claims
 from workflows.derive.table import rows_of
 
 
 def change(paper: str, name: str, factor: float) -> None:
     """A constant of the paper's calibrations.yaml, or of the planner."""
-    if name in played.constants(paper):
-        each = played.constants(paper)[name]
-        played.constants(paper)[name] = dataclasses.replace(each, value=each.value * factor)
+    if name in paper_models.constants(paper):
+        each = paper_models.constants(paper)[name]
+        paper_models.constants(paper)[name] = dataclasses.replace(each, value=each.value * factor)
     elif name == machine.PROCESS_OVERHEAD.name:
         object.__setattr__(machine.PROCESS_OVERHEAD, "value", machine.PROCESS_OVERHEAD.value * factor)
         footprint.PROCESS_OVERHEAD_BYTES = round(machine.PROCESS_OVERHEAD.value * machine.GIB)

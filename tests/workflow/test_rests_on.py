@@ -11,7 +11,7 @@ import pytest
 
 from workflows import registry
 from workflows.derive import claims
-from workflows.played import constants
+from workflows.paper_models import constants
 
 CLAIMS = {claim["id"]: claim for claim in registry.claims()}
 C1, C2 = ("memascend-c1",), ("memascend-c2",)

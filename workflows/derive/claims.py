@@ -24,7 +24,7 @@ from workflows import registry, tidy
 from workflows.derive import tolerances
 from workflows.derive.table import paper_of, twin_k
 from workflows.derive.tolerances import Tolerance
-from workflows.played import constants
+from workflows.paper_models import constants
 
 LANES = ("modelled", "measured")
 REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE = "reproduced", "deviates", "no result", "not checkable here"

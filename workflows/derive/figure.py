@@ -153,7 +153,7 @@ def footer(origins: dict[str, str]) -> str:
     return "   |   ".join(said) or "a drawing of structure: no numbers"
 
 
-SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows whose seconds were played
+SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows whose seconds were simulated
 
 
 def not_measured(rows: pd.DataFrame) -> list[str]:

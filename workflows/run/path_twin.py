@@ -26,7 +26,7 @@ from memascend.planner.spec import ModelSpec
 from memascend.planner.step import io_volume
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
-from workflows.played import spec
+from workflows.paper_models import spec
 from workflows.run import children, provenance
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
 from workflows.run.turns import ARMS, POINT, Arm, rounds, started, write

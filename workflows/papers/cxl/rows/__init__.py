@@ -17,7 +17,7 @@ from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.step_time import StepTime
 from memascend.simulator.trace import Event
 from workflows.cases import Row, in_bytes, of_record
-from workflows.played import Paper, block_of, machine, spans
+from workflows.paper_models import Paper, block_of, machine, spans
 from workflows.records import Run
 
 A, B = "cxl-a", "cxl-b"
@@ -206,7 +206,7 @@ def four_blocks() -> Iterator[Row]:
             return None
         return LINES[event.resource], f"{event.phase[0].upper()}{block}"
 
-    yield from PAPER.bars("cxl-fig01", spans(made.played.events, named), model="four blocks of 12B")
+    yield from PAPER.bars("cxl-fig01", spans(made.simulated.events, named), model="four blocks of 12B")
 
 
 def scenarios() -> Iterator[Row]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memascend.baselines.lohan.equations import GIB, algorithm_1, backward_terms, forward_terms, released
-from memascend.simulator import Played
+from memascend.simulator import SimulationResult
 from memascend.simulator.trace import Event
 from workflows.cases import Row
+from workflows.paper_models import block_of, spans
 from workflows.papers.lohan.rows import settings as own
-from workflows.played import block_of, spans
 
 shown = own.shown
 
@@ -27,7 +27,7 @@ def rows() -> Iterator[Row]:
     yield from g10()
     yield from by_equations()
     for exhibit, series in (("lohan-fig03a", "LoHan Naive"), ("lohan-fig03b", "LoHan Optimized")):
-        yield from by_tensor(exhibit, own.step(series, "four blocks", BATCH).played, series)
+        yield from by_tensor(exhibit, own.step(series, "four blocks", BATCH).simulated, series)
 
 
 def simulated(exhibit: str, series: str) -> Iterator[Row]:
@@ -35,17 +35,17 @@ def simulated(exhibit: str, series: str) -> Iterator[Row]:
     made = own.step(series, SIZE, BATCH)
     for phase in made.phases:
         cells = {"series": series, "model": SIZE, "x": ("stage", phase.name)}
-        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{own.PLAYED}, mostly {phase.bottleneck}", **cells)
-        served = made.played.served_s[phase.name]
+        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{own.SIMULATED}, mostly {phase.bottleneck}", **cells)
+        served = made.simulated.served_s[phase.name]
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
-            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{own.PLAYED}: busy over stage", **cells)
-            yield shown(exhibit, f"{name}_time", served.get(server, 0.0), "s", f"{own.PLAYED}: busy", **cells)
-    lines = spans(made.played.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
+            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{own.SIMULATED}: busy over stage", **cells)
+            yield shown(exhibit, f"{name}_time", served.get(server, 0.0), "s", f"{own.SIMULATED}: busy", **cells)
+    lines = spans(made.simulated.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
     yield from own.PAPER.bars(exhibit, lines, model=SIZE)
 
 
-def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
+def by_tensor(exhibit: str, simulated: SimulationResult, series: str) -> Iterator[Row]:
     """The backward of four blocks: a bar for each block on each resource."""
 
     def named(event: Event) -> tuple[str, str] | None:
@@ -57,11 +57,11 @@ def by_tensor(exhibit: str, played: Played, series: str) -> Iterator[Row]:
             return None
         return LINES[event.resource], str(block)
 
-    lines = spans(played.events, named)
+    lines = spans(simulated.events, named)
     begun = min(begin for begin, _ in lines.values())
     yield from own.PAPER.bars(exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE)
-    begin, end = dict(played.phases())["backward"]
-    yield shown(exhibit, "backward", end - begin, "s", own.PLAYED, series=series, model="four blocks of 13B")
+    begin, end = dict(simulated.phases())["backward"]
+    yield shown(exhibit, "backward", end - begin, "s", own.SIMULATED, series=series, model="four blocks of 13B")
 
 
 def formulas() -> Iterator[Row]:

@@ -11,7 +11,7 @@ from memascend.baselines.lohan.equations import GIB, Net, Rates
 from memascend.planner.machine import Machine
 from memascend.planner.step_time import StepTime
 from memascend.systems import arrangement
-from workflows.played import Paper, machine
+from workflows.paper_models import Paper, machine
 from workflows.registry import ROOT
 
 T4090, T3090, T4080, T4X = "lohan-4090", "lohan-3090", "lohan-4080", "lohan-4x4090"
@@ -39,7 +39,7 @@ DITS = {
     "40B": (48, 7168),
 }
 TABLE_IV = ("6B", "13B", "30B", "70B", "135B", "175B", "276B", "412B")
-EQUATIONS, PLAYED = "Eqs. 1 to 5", "memascend.planner.step_time"
+EQUATIONS, SIMULATED = "Eqs. 1 to 5", "memascend.planner.step_time"
 
 
 @cache

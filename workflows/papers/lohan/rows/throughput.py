@@ -52,7 +52,7 @@ def by_batch(
         for series in systems:
             made = own.step(series, model, batch // gpus, testbed, gpus=gpus, swap=RUNS if of_gradients else "")
             found[series] = made.tokens_per_second
-            source = f"{own.PLAYED}, mostly {made.bottleneck}"
+            source = f"{own.SIMULATED}, mostly {made.bottleneck}"
             yield shown(exhibit, "throughput", found[series], "token/s", source, series=series, **cells)
         if exhibit == "lohan-fig05a":
             n, r = own.net(model, batch), own.rates()
@@ -61,7 +61,7 @@ def by_batch(
         first = systems[-1] if of_gradients else systems[0]
         for other in (each for each in systems if each != first):
             series, ratio = f"{first} / {other.removeprefix('LoHan ')}", found[first] / found[other]
-            yield shown(exhibit, "throughput_ratio", ratio, "x", own.PLAYED, series=series, **cells)
+            yield shown(exhibit, "throughput_ratio", ratio, "x", own.SIMULATED, series=series, **cells)
 
 
 def shares() -> Iterator[Row]:
@@ -70,11 +70,11 @@ def shares() -> Iterator[Row]:
         for batch in (8, 16, 32, 64):
             made = own.step(own.ZERO, model, batch)
             cells = {"series": model, "model": model, "x": ("batch_size", batch)}
-            served = sum(made.played.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
+            served = sum(made.simulated.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
             busy = served - len(own.PASSES) * own.runtime_s(own.ZERO, model)
-            yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", own.PLAYED, **cells)
+            yield shown("lohan-fig02b", "gpu_busy", 100 * busy / made.seconds, "%", own.SIMULATED, **cells)
             optimizer = next(phase.seconds for phase in made.phases if phase.name == "optimizer")
-            yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", own.PLAYED, **cells)
+            yield shown("lohan-fig02c", "optimizer_share", 100 * optimizer / made.seconds, "%", own.SIMULATED, **cells)
 
 
 def best_of_sizes() -> Iterator[Row]:
@@ -88,7 +88,11 @@ def best_of_sizes() -> Iterator[Row]:
         cells = {"model": model, "x": ("model_size_B", model.removesuffix("B"))}
         found = {series: largest_batch(series, model, BATCHES) for series in (own.LOHAN, *baselines)}
         reached = {
-            series: (own.net(model, batch).reported_tflops(own.step(series, model, batch).seconds), own.PLAYED, batch)
+            series: (
+                own.net(model, batch).reported_tflops(own.step(series, model, batch).seconds),
+                own.SIMULATED,
+                batch,
+            )
             for series, batch in found.items()
             if batch
         }
@@ -101,10 +105,10 @@ def best_of_sizes() -> Iterator[Row]:
             yield shown("lohan-fig05c", "share_of_peak", 100 * value / top, "%", source, series=series, **cells)
         yield shown("lohan-fig05c", "throughput", top, "TFLOPS", "THP_G alone", series="peak of the GPU", **cells)
         most = {series: max(so_far, reached.get(series, (0.0,))[0]) for series, so_far in most.items()}
-    yield shown("lohan-fig05c", "most of any size", most[own.ZERO], "TFLOPS", own.PLAYED, series=own.ZERO)
+    yield shown("lohan-fig05c", "most of any size", most[own.ZERO], "TFLOPS", own.SIMULATED, series=own.ZERO)
     for series, value in most.items():
         share = 100 * value / top
-        yield shown("lohan-fig05c", "share of the peak, most of any size", share, "%", own.PLAYED, series=series)
+        yield shown("lohan-fig05c", "share of the peak, most of any size", share, "%", own.SIMULATED, series=series)
 
 
 def by_drives() -> Iterator[Row]:
@@ -116,12 +120,12 @@ def by_drives() -> Iterator[Row]:
     for series, batch in most.items():
         few, many = (own.step(series, "135B", batch, ssds=n).tokens_per_second for n in (DRIVES[0], DRIVES[-1]))
         cells = {"series": series, "model": "135B"}
-        yield shown("lohan-fig10a", "gain from 1 to 12 SSDs", many / few, "x", own.PLAYED, **cells)
+        yield shown("lohan-fig10a", "gain from 1 to 12 SSDs", many / few, "x", own.SIMULATED, **cells)
     room = own.PAPER.value("memory_for_activations") * own.MEMORY_GB * GIB
     for drives in DRIVES:
         for series, batch in most.items():
             tokens = own.step(series, "135B", batch, ssds=drives).tokens_per_second
-            source = f"{own.PLAYED}; batch {batch}, the largest by plan"
+            source = f"{own.SIMULATED}; batch {batch}, the largest by plan"
             cells = {"series": series, "model": "135B", "x": ("num_SSDs", drives)}
             yield shown("lohan-fig10a", "throughput", tokens, "token/s", source, **cells)
         for size in (32, 48, 64):
@@ -130,7 +134,7 @@ def by_drives() -> Iterator[Row]:
             ways[", simulated"] = n.reported_tflops(own.step(own.LOHAN, "13B", size, ssds=drives).seconds)
             for ending, value in ways.items():
                 cells = {"series": f"bsz={size}{ending}", "model": "13B", "x": ("num_SSDs", drives)}
-                source = own.PLAYED if ending else own.EQUATIONS
+                source = own.SIMULATED if ending else own.EQUATIONS
                 yield shown("lohan-fig10b", "throughput", value, "TFLOPS", source, **cells)
 
 
@@ -176,7 +180,7 @@ def costs() -> Iterator[Row]:
         x = {"model": "30B", "x": ("num_SSDs", drives), "testbed": own.T4X}
         price = SERVER + 4 * GPU_PRICE + drives * SSD_PRICE
         value = own.step(own.LOHAN, "30B", batch, own.T4X, drives, 4).tokens_per_second / (price / 1000)
-        unit, source = "token/s per 1K$", f"{own.PLAYED}; batch {batch} a GPU is assumed; prices of Table VII"
+        unit, source = "token/s per 1K$", f"{own.SIMULATED}; batch {batch} a GPU is assumed; prices of Table VII"
         yield shown("lohan-fig13", "cost_effectiveness", value, unit, source, series="LoHan on 4 RTX 4090", **x)
         whole = "assumed share of 8 A100 over the price of Table VII"
         yield shown("lohan-fig13", "cost_effectiveness", megatron, unit, whole, series="Megatron-LM on DGX-A100", **x)

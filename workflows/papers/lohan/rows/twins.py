@@ -14,10 +14,10 @@ from typing import Any
 
 from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
+from workflows.paper_models import spans
 from workflows.papers.lohan.rows import settings as own
 from workflows.papers.lohan.rows.first_figure import LINES
 from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
-from workflows.played import spans
 from workflows.records import predicted_steps
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
@@ -120,9 +120,9 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     ssd = (median(mine["read"]) + median(mine["written"])) / record["options"]["path_rate"]
     cells = {"series": "device / SSD", "x": ("batch_size", batch)}
     yield shown(record, exhibit, "ratio of seconds" + OF_TWIN, device / ssd, "x", **cells)
-    played = own.step("LoHan Optimized", "13B", batch)
-    aim = played.of_resource("GPU products") / played.of_resource("SSD")
-    yield own.shown(exhibit, "ratio of seconds", aim, "x", own.PLAYED, model="13B", **cells)
+    simulated = own.step("LoHan Optimized", "13B", batch)
+    aim = simulated.of_resource("GPU products") / simulated.of_resource("SSD")
+    yield own.shown(exhibit, "ratio of seconds", aim, "x", own.SIMULATED, model="13B", **cells)
 
 
 def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:

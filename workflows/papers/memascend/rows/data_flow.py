@@ -1,4 +1,4 @@
-"""MemAscend Fig. 1: where parameters and gradients go in ZeRO-Infinity's backward pass, played."""
+"""MemAscend Fig. 1: where parameters and gradients go in ZeRO-Infinity's backward pass, simulated."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memascend.planner.step_time import step_time
 from memascend.planner.workload import papers
 from memascend.simulator.trace import Event
 from workflows.cases import Row
+from workflows.paper_models import block_of, machine, spans
 from workflows.papers.memascend.rows.settings import C1, CONTEXT, PAPER
-from workflows.played import block_of, machine, spans
 
 BLOCKS, RANKS = 4, 3  # the paper draws three ranks and leaves n open
 LINES = {
@@ -28,8 +28,8 @@ def rows() -> Iterator[Row]:
     """A bar for a block on each resource of rank 0, from the begin of backward."""
     spec = replace(model_spec("llama3.1-8b"), layers=BLOCKS)
     work = Workload(spec=spec, system="zero_infinity", dtype="fp16", ranks=RANKS, batch=1, context=CONTEXT)
-    played = step_time(papers(work), machine(C1)).played
-    begun = dict(played.phases())["backward"][0]
+    simulated = step_time(papers(work), machine(C1)).simulated
+    begun = dict(simulated.phases())["backward"][0]
 
     def named(event: Event) -> tuple[str, str] | None:
         block = block_of(event)
@@ -37,5 +37,5 @@ def rows() -> Iterator[Row]:
             return None
         return LINES[event.resource], f"B{block}"
 
-    found = {bar: [at - begun for at in span] for bar, span in spans(played.events, named).items()}
+    found = {bar: [at - begun for at in span] for bar, span in spans(simulated.events, named).items()}
     yield from PAPER.bars("memascend-fig01", found, model=f"{BLOCKS} blocks of Llama3.1-8B")

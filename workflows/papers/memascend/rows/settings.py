@@ -7,7 +7,7 @@ from functools import cache
 from memascend.planner.footprint import GIB
 from memascend.planner.machine import PROCESS_OVERHEAD
 from workflows.cases import Planned, paper_plan
-from workflows.played import Paper
+from workflows.paper_models import Paper
 from workflows.tidy import DENSE_NAMES
 
 C1, C2, C3 = "memascend-c1", "memascend-c2", "memascend-c3"

@@ -1,8 +1,8 @@
 """Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
 
-Seconds are those of the systems' schedules, played on the paper's testbeds (memascend.planner.step_time); calibrations
-and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed throughputs;
-what configuration 2's SSDs sustain is in calibrations.yaml, solved from a cell of Table VI.
+Seconds are those of the systems' schedules, simulated on the paper's testbeds (memascend.planner.step_time);
+calibrations and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed
+throughputs; what configuration 2's SSDs sustain is in calibrations.yaml, solved from a cell of Table VI.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
 from memascend.systems import arrangement
 from workflows.cases import Row
+from workflows.paper_models import assumption, machine
 from workflows.papers.memascend.rows import settings as own
-from workflows.played import assumption, machine
 
 shown = own.PAPER.shown
 BF16 = "MemAscend + bf16 optimizer"

@@ -24,14 +24,14 @@ from memascend.planner.options import Stack
 from memascend.planner.step import Step
 from memascend.planner.step_time import StepTime, machine_for, step_time
 from memascend.planner.workload import ELEMENT_BYTES, SwapSizes
-from memascend.simulator import play
+from memascend.simulator import simulate
 from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
 from workflows.cases import Row, of_record
 from workflows.growth import growth
+from workflows.paper_models import ONE_STEP, Paper, machine, spans
 from workflows.papers.mlpoffload.rows import twins
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
-from workflows.played import ONE_STEP, Paper, machine, spans
 
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
 PAPER = Paper("mlpoffload", testbed=ONE)
@@ -152,11 +152,11 @@ def iterations() -> Iterator[Row]:
     rates: dict[str, list[float]] = {series: [] for series in SERIES}
     for model in MODELS:
         for series in SERIES:
-            played, cells = made(series, model), {"series": series, "model": model}
+            simulated, cells = made(series, model), {"series": series, "model": model}
             for name, said in NAMES.items():
-                yield shown("mlpoffload-fig07", "time", phase(played, name), "s", **cells, x=("phase", said))
-            yield shown("mlpoffload-fig07", "iteration_time", played.seconds, "s", **cells)
-            seconds, count = phase(played, "optimizer"), parameters(series, model)
+                yield shown("mlpoffload-fig07", "time", phase(simulated, name), "s", **cells, x=("phase", said))
+            yield shown("mlpoffload-fig07", "iteration_time", simulated.seconds, "s", **cells)
+            seconds, count = phase(simulated, "optimizer"), parameters(series, model)
             rates[series].append(count / seconds)
             yield shown("mlpoffload-fig08", "update_throughput", count / seconds / 1e6, "M params/s", **cells)
             rate = f"{SOURCE}; {MOVED} bytes per parameter (half of 16 read and 12 written) over the update's seconds"
@@ -244,7 +244,7 @@ def raw_bandwidth() -> Iterator[Row]:
 def by_sub_group() -> Iterator[Row]:
     """Fig. 5: what one of the four ranks sees of the drive: its bytes over the time since its last transfer of that
     kind ended."""
-    exhibit, events = "mlpoffload-fig05", made(ZERO, "40B").played.events
+    exhibit, events = "mlpoffload-fig05", made(ZERO, "40B").simulated.events
     for way in ("read", "write"):
         mine = [e for e in events if e.resource == f"nvme.{way}" and e.name.startswith(f"{way} 0.")]
         last = mine[0].begin_s
@@ -277,7 +277,7 @@ def four_sub_groups() -> Iterator[Row]:
     for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
         made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
         schedule(made_step)
-        events = play(made_step.tasks, machine_for(made_step)).events
+        events = simulate(made_step.tasks, machine_for(made_step)).events
         for (line, name), (begin, end) in spans(events, line_and_part).items():
             cells = {"series": f"{system}: {line}", "model": "four sub-groups", "x": ("begin (s)", begin)}
             yield shown(exhibit, name.split()[0], end - begin, "s", ONE_STEP, **cells)
@@ -345,11 +345,11 @@ def weak_scaling() -> Iterator[Row]:
     for model, nodes in SCALED.items():
         for series, (arm, shared) in kinds.items():
             mine = work(arm, model, held=LEAST_HELD, ranks=4 * nodes)
-            played = step_time(mine, cluster(nodes, shared), calibrations=PAPER.costs())
+            simulated = step_time(mine, cluster(nodes, shared), calibrations=PAPER.costs())
             source = f"{SOURCE}; Lustre's rates of Table 1 for each node, or none; three sub-groups held"
             cells = {"series": series, "model": model, "testbed": TWO, "x": ("nodes", nodes)}
-            yield shown("mlpoffload-fig11", "iteration_time", played.seconds, "s", source, **cells)
-            rate = PAPER.spec(model).parameters / phase(played, "optimizer") / 1e6
+            yield shown("mlpoffload-fig11", "iteration_time", simulated.seconds, "s", source, **cells)
+            rate = PAPER.spec(model).parameters / phase(simulated, "optimizer") / 1e6
             yield shown("mlpoffload-fig12", "update_throughput", rate, "M params/s", source, **cells)
 
 

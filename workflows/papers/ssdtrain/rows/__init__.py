@@ -22,13 +22,13 @@ from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.step import Step, step_of
 from memascend.planner.step_time import StepTime, machine_for, step_time
-from memascend.simulator import play
+from memascend.simulator import simulate
 from memascend.simulator.trace import Event
 from workflows import registry
 from workflows.cases import Row, row
 from workflows.growth import growth
+from workflows.paper_models import Paper, block_of, machine, spans
 from workflows.papers.ssdtrain.rows import twins
-from workflows.played import Paper, block_of, machine, spans
 
 TESTBED = "ssdtrain"
 PAPER = Paper("ssdtrain", testbed=TESTBED)
@@ -43,7 +43,7 @@ ARMS = {
     "SSDTrain, 10 GB/s": "as_published",
 }
 PEAK, THROUGHPUT = "activation peak", "model throughput"
-PLAYED = "memascend.planner.step_time: schedule of baselines/ssdtrain, a rank for both GPUs"
+SIMULATED = "memascend.planner.step_time: schedule of baselines/ssdtrain, a rank for both GPUs"
 
 
 def modelled() -> Iterator[Row]:
@@ -93,7 +93,7 @@ def step(series: str, model: str, batch: int = BATCH) -> StepTime:
 
 def peak(series: str, model: str, batch: int = BATCH) -> float:
     """GiB of one GPU."""
-    return step(series, model, batch).played.peak(SAVED) / GPUS / GIB
+    return step(series, model, batch).simulated.peak(SAVED) / GPUS / GIB
 
 
 def update_s(model: str) -> float:
@@ -108,14 +108,14 @@ def with_and_without() -> Iterator[Row]:
     for model in CASES:
         for series in (base, "SSDTrain", "SSDTrain, 10 GB/s"):
             cells = {"series": series, "model": model, "x": ("batch", BATCH)}
-            yield shown(exhibit, "step time", step(series, model).seconds, "s", PLAYED, **cells)
-            yield shown(exhibit, PEAK, peak(series, model), "GiB", PLAYED, **cells)
+            yield shown(exhibit, "step time", step(series, model).seconds, "s", SIMULATED, **cells)
+            yield shown(exhibit, PEAK, peak(series, model), "GiB", SIMULATED, **cells)
             if series != base:
                 less = 100 * (1 - peak(series, model) / peak(base, model))
                 longer = 100 * (step(series, model).seconds / step(base, model).seconds - 1)
                 percents.setdefault(series, []).append(less)
-                yield shown(exhibit, "activation peak reduction", less, "%", PLAYED, **cells)
-                yield shown(exhibit, "step time overhead", longer, "%", PLAYED, **cells)
+                yield shown(exhibit, "activation peak reduction", less, "%", SIMULATED, **cells)
+                yield shown(exhibit, "step time overhead", longer, "%", SIMULATED, **cells)
     for series, found in percents.items():
         for end, value in (("min", min(found)), ("max", max(found))):
             metric = f"activation_peak_reduction_{end}"
@@ -127,7 +127,7 @@ BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
 
 def rok(exhibit: str, model: str) -> Iterator[Row]:
     """Fig. 7: peak and throughput of each strategy by batch; operations are counted without recomputation."""
-    spec, source = PAPER.spec(model), f"{PLAYED}, and the weight update"
+    spec, source = PAPER.spec(model), f"{SIMULATED}, and the weight update"
     for series in ARMS:
         for batch in BATCHES:
             seconds = step(series, model, batch).seconds + update_s(model)
@@ -135,7 +135,7 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
             at = peak(series, model, batch)
             cells, x = {"series": series, "model": model, "subfigure": exhibit[-1]}, ("activation peak (GiB)", at)
             yield shown(exhibit, THROUGHPUT, tera, "TFLOPS", f"{source}; batch {batch}", **cells, x=x)
-            yield shown(exhibit, PEAK, at, "GiB", PLAYED, **cells, x=("batch", batch))
+            yield shown(exhibit, PEAK, at, "GiB", SIMULATED, **cells, x=("batch", batch))
     room = peak("No offloading", model, 8)
     for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
         most = max(batch for batch in range(8, 65) if peak(series, model, batch) <= room)
@@ -146,7 +146,7 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
             ratio = step(other, model).seconds / step(series, model).seconds
             ratio = ratio if "throughput" in metric else peak(series, model) / peak(other, model)
             cells = {"series": series, "model": model, "subfigure": exhibit[-1], "x": ("at batch", 16)}
-            yield shown(exhibit, metric, ratio, "x", PLAYED, **cells)
+            yield shown(exhibit, metric, ratio, "x", SIMULATED, **cells)
 
 
 def by_sequence() -> Iterator[Row]:
@@ -159,14 +159,14 @@ def by_sequence() -> Iterator[Row]:
     for batch, both in parts.items():
         cells = {"series": "No offloading", "model": f"batch {batch}"}
         for metric, seconds in both.items():
-            yield shown(exhibit, metric, 1e3 * seconds / batch, "ms a sequence", PLAYED, **cells)
+            yield shown(exhibit, metric, 1e3 * seconds / batch, "ms a sequence", SIMULATED, **cells)
         gain = 100 * (sum(parts[1].values()) / (sum(both.values()) / batch) - 1)
-        yield shown(exhibit, "throughput improvement over batch 1", gain, "%", PLAYED, **cells)
+        yield shown(exhibit, "throughput improvement over batch 1", gain, "%", SIMULATED, **cells)
     first, last = (parts[batch] for batch in (1, BATCHES[-1]))
     less = {name: first[name] - last[name] / BATCHES[-1] for name in first}
     share = 100 * less["weights update"] / sum(less.values())
     cells = {"series": "No offloading", "model": f"batch {BATCHES[-1]}"}
-    yield shown(exhibit, "share of the gain that is the update's", share, "%", PLAYED, **cells)
+    yield shown(exhibit, "share of the gain that is the update's", share, "%", SIMULATED, **cells)
     batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples per rank, four a micro-batch
     bubble, source = 100 * (stages - 1) / (batches + stages - 1), "stages - 1 of as many turns and the micro-batches"
     yield shown(exhibit, "ideal pipeline bubble", bubble, "%", source, series="BLOOM", model="micro-batch of 4")
@@ -271,5 +271,5 @@ def two_micro_batches() -> Iterator[Row]:
         letter = {"forward": "F", "backward": "B"}.get(kind, "")
         return LINES[event.resource], f"{letter}L{block} of {int(rest[0]) + 1}"
 
-    found = spans(play(made.tasks, machine_for(made)).events, named)
+    found = spans(simulate(made.tasks, machine_for(made)).events, named)
     yield from PAPER.bars("ssdtrain-fig02", found, "memascend.simulator: batch 8 a micro-batch", model="H12288 L3")

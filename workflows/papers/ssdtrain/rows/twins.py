@@ -12,7 +12,7 @@ from typing import Any
 
 from memascend.planner.pieces import forward_flops
 from workflows.cases import Row, of_record, ratio_by_rounds, row
-from workflows.played import spec
+from workflows.paper_models import spec
 from workflows.tidy import GIB, SCALED
 
 PAPER, GPUS, BATCH = "ssdtrain", 2, 16

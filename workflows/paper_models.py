@@ -1,9 +1,10 @@
-"""What a paper's rows are computed with: its models and constants, steps played on testbeds, plans.
+"""What a paper's rows are computed with: its models and constants, steps simulated on testbeds, plans.
 
 A paper's folder says in models.yaml what its models are (keys of a Hugging Face config.json, where no configuration is
 committed) and in calibrations.yaml which constants it takes, each with its reason, its reach and what it was solved
 from, and which exhibits they, and the planner's, are `behind`; the reason of one that the paper leaves out begins with
-"assumed". Those that bear the name of a field of `memascend.planner.machine.Calibrations` are what plays run with.
+"assumed". Those that bear the name of a field of `memascend.planner.machine.Calibrations` are what simulations run
+with.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Paper:
     def step(
         self, system: str, arm: str | None, model: str, machine: Machine, costs: Calibrations, **work: Any
     ) -> StepTime:
-        """A step of an arm, played. `work`: fields of `Workload`."""
+        """A step of an arm, simulated. `work`: fields of `Workload`."""
         mine = Workload(**({"spec": self.spec(model), "system": system, "arm": arm, "dtype": "bf16"} | work))
         return step_time(papers(mine), machine, calibrations=costs)
 

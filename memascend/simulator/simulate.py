@@ -1,4 +1,4 @@
-"""`play`: the seconds that a graph of tasks takes on a machine.
+"""`simulate`: the seconds that a graph of tasks takes on a machine.
 
 A task begins when the tasks before it have ended, its pools have what it takes, its locks are free and its FIFO
 resource is idle, all at the same instant: nothing is held while it waits. Pools and locks are handed out in the order
@@ -26,8 +26,8 @@ _DONE = 1e-9  # the share of a piece of work below which nothing is left of it b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
-    """What came of a play.
+class SimulationResult:
+    """What came of a simulation.
 
     `served_s` is, for each phase and server, the seconds that its work takes at the full rate; `levels`, for each pool,
     (second, amount taken) at each change.
@@ -88,7 +88,7 @@ class _Running:
 
 
 def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
-    """The work of the busiest server at its full rate: no play takes less."""
+    """The work of the busiest server at its full rate: no run takes less."""
     totals: dict[str, float] = {}
     for task in tasks:
         for work, amount in task.needs.items():
@@ -97,17 +97,17 @@ def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
     return max(totals.values(), default=0.0)
 
 
-def play(tasks: Sequence[Task], machine: Machine) -> Played:
+def simulate(tasks: Sequence[Task], machine: Machine) -> SimulationResult:
     """Play `tasks` on `machine`. The same input gives the same output, to the bit.
 
     Raises ValueError, in one line: names that stand twice or are unknown, two FIFO resources in one task, more taken
     than a pool holds, and tasks that wait for one another for ever (which, and for what).
     """
     check_tasks(tasks)
-    return _Play(tasks, machine).run()
+    return _Simulation(tasks, machine).run()
 
 
-class _Play:
+class _Simulation:
     def __init__(self, tasks: Sequence[Task], machine: Machine) -> None:
         self.machine = machine
         self.tasks = list(tasks)
@@ -163,7 +163,7 @@ class _Play:
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 
-    def run(self) -> Played:
+    def run(self) -> SimulationResult:
         for task in self.tasks:
             if not self._before[task.name]:
                 self._ready(task)
@@ -174,7 +174,7 @@ class _Play:
             self._begin_what_can()
         if ended < len(self.tasks):
             raise ValueError(self._stuck())
-        return Played(
+        return SimulationResult(
             machine=self.machine.name,
             seconds=self.now,
             events=tuple(self.events),
