@@ -16,7 +16,7 @@ from typing import Any
 
 from hardware.registry import load_testbed
 from memascend.planner import Workload, model_spec
-from memascend.planner.machine import Calibrations, Machine, machine_from_testbed
+from memascend.planner.machine import Calibrations, MachineSpec, machine_from_testbed
 from memascend.planner.spec import ModelSpec, spec_from_config
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import papers
@@ -52,7 +52,7 @@ class Paper:
         return spec(self.name, model)
 
     def step(
-        self, system: str, arm: str | None, model: str, machine: Machine, costs: Calibrations, **work: Any
+        self, system: str, arm: str | None, model: str, machine: MachineSpec, costs: Calibrations, **work: Any
     ) -> StepTime:
         """A step of an arm, simulated. `work`: fields of `Workload`."""
         mine = Workload(**({"spec": self.spec(model), "system": system, "arm": arm, "dtype": "bf16"} | work))
@@ -104,7 +104,7 @@ def spec(paper: str, model: str) -> ModelSpec:
 
 
 @cache
-def machine(testbed: str) -> Machine:
+def machine(testbed: str) -> MachineSpec:
     return machine_from_testbed(load_testbed(testbed))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from memascend.activation.record import Plan, Record, block_of
 from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE
-from memascend.simulator import Drive, Fifo, Machine, SimulationResult, Task, simulate
+from memascend.simulator import Drive, Fifo, ResourceModel, SimulationResult, Task, simulate
 
 _POOL, _AHEAD = "saved activations", "read ahead"
 _MOST_TASKS = 600  # regions beyond a third of it are folded with their neighbours
@@ -58,7 +58,7 @@ def predicted_peak(
     that keeps everything.
     """
     regions = _folded(_regions(record, plan, policies))
-    machine = Machine(
+    machine = ResourceModel(
         name="activations",
         resources={
             "device": Fifo(),

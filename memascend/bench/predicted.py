@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.spec import ModelSpec
@@ -37,7 +37,7 @@ def predicted_steps(
     forward_s, backward_s = (statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
     flops = forward_flops(spec, 1, context)
     of_blocks = 1.0 - 2.0 * context * spec.vocab * spec.hidden / flops
-    machine = Machine(
+    machine = MachineSpec(
         name="local",
         gpu_flops_per_s=flops / forward_s,
         pcie_bytes_per_s=1e12,  # the device's memory is the host's

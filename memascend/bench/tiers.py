@@ -29,7 +29,7 @@ import torch
 from memascend.bench.rate_limit import RateLimitedTier, SharedRateLimiter, clock_of
 from memascend.bench.rounds import conditions, spread
 from memascend.simulator import simulate
-from memascend.simulator.machine import Drive, Machine
+from memascend.simulator.machine import Drive, ResourceModel
 from memascend.simulator.tasks import Task
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.multi_path import MultiPathTier
@@ -122,7 +122,7 @@ def _played(options: TierOptions, processes: int) -> list[float]:
             tasks.append(Task(name=read, needs=needs[0], takes={f"rooms{rank}": 1}, **common))
             tasks.append(Task(name=write, needs=needs[1], after=(read,), gives={f"rooms{rank}": 1}, **common))
     rooms = {f"rooms{rank}": options.in_memory for rank in range(processes)}
-    events = simulate(tasks, Machine(name="paths", resources=drives, pools=rooms)).events
+    events = simulate(tasks, ResourceModel(name="paths", resources=drives, pools=rooms)).events
     return [max(event.end_s for event in events if event.rank == rank) for rank in range(processes)]
 
 

@@ -1,4 +1,4 @@
-"""This machine as the planner's Machine: limits from the kernel, rates from data sheets and from a short try."""
+"""This machine as the planner's MachineSpec: limits from the kernel, rates from data sheets and from a short try."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memascend.doctor import probe
 from memascend.doctor.speed import device_speed, memory_speed
 from memascend.memory.cgroup import host_memory
 from memascend.memory.topology import Topology
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.node_memory import described_nodes
 
 
-def local_machine(nvme: Path | None = None, topology: Topology | None = None) -> Machine:
+def local_machine(nvme: Path | None = None, topology: Topology | None = None) -> MachineSpec:
     """What this machine has; with a folder its SSD is tried for a few seconds (up to 1 GiB, deleted at once). Memory
     nodes, where there are several, are those of `topology` (default: the kernel's); their rates are the firmware's.
 
@@ -36,7 +36,7 @@ def local_machine(nvme: Path | None = None, topology: Topology | None = None) ->
     if first is not None:
         sources |= {"gpu_flops_per_s": f"data sheet of {first.name}", "pcie_bytes_per_s": "nvidia-smi"}
     nodes = described_nodes(topology or Topology.read())
-    return Machine(
+    return MachineSpec(
         name="local",
         gpus=len(found) or 1,
         gpu_flops_per_s=first.flops_per_s if first else None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE, ActivationPolicy
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.pieces import PIECES_PER_BLOCK, pieces
 from memascend.planner.step import SAVED, step_of
 from memascend.planner.step_time import step_time
@@ -51,7 +51,7 @@ def groups_of(work: Workload) -> int:
 class Mixes:
     """Mixes of one work on one machine; each is simulated once."""
 
-    def __init__(self, work: Workload, machine: Machine, calibrations: Calibrations | None = None) -> None:
+    def __init__(self, work: Workload, machine: MachineSpec, calibrations: Calibrations | None = None) -> None:
         self.work, self.machine, self.costs = work, machine, calibrations
         self.groups = groups_of(work)
         self.simulate = cache(self._simulate)
@@ -96,7 +96,7 @@ class Choice:
     all_offloaded: Mix
 
 
-def choose(work: Workload, machine: Machine, room_bytes: float, calibrations: Calibrations | None = None) -> Choice:
+def choose(work: Workload, machine: MachineSpec, room_bytes: float, calibrations: Calibrations | None = None) -> Choice:
     """The fastest step whose saved activations stay within `room_bytes` of one GPU; of equal seconds the one that
     writes less. Raises ValueError where the machine lacks a rate.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from memascend import systems
 from memascend.planner.footprint import checkpoint_bytes, plan
 from memascend.planner.gpu_memory import gpu_memory
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.spec import fused_experts, known_models, model_spec
 from memascend.planner.step import io_volume
 from memascend.planner.workload import Workload
@@ -32,7 +32,7 @@ class Limits:
     def given(self) -> bool:
         return any(limit is not None for limit in (self.gpu_bytes, self.ram_bytes, self.ssd_bytes))
 
-    def with_machine(self, machine: Machine | None) -> Limits:
+    def with_machine(self, machine: MachineSpec | None) -> Limits:
         """The same, with what is not given taken from the machine (its SSD's free space is nobody's to know)."""
         if machine is None:
             return self

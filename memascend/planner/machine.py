@@ -17,7 +17,7 @@ from memascend.simulator.calibration import Calibration
 
 GIB = 2**30
 GB = 1e9
-# YAML key under `rates`, field of Machine, and the unit that turns one into the other.
+# YAML key under `rates`, field of MachineSpec, and the unit that turns one into the other.
 RATES = {
     "gpu_tflops_16bit": ("gpu_flops_per_s", 1e12),
     "pcie_gb_per_s": ("pcie_bytes_per_s", GB),
@@ -30,7 +30,7 @@ _ZERO_INFINITY = "ZeRO-Infinity (as published)"  # as the rows of an exhibit nam
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineSpec:
     """Peak rates of one machine; None if unspecified, and then times that need it are not given.
 
     `gpu_flops_per_s` is one GPU's dense 16-bit matrix rate with 32-bit sums, `pcie_bytes_per_s` one GPU's link each
@@ -162,8 +162,8 @@ class Calibrations:
     ssd_efficiency: float = 1.0
 
 
-def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> Machine:
-    """A Machine from the keys of `hardware/testbeds/*.yaml`; ValueError names the key that is wrong."""
+def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> MachineSpec:
+    """A MachineSpec from the keys of `hardware/testbeds/*.yaml`; ValueError names the key that is wrong."""
     if not isinstance(testbed, Mapping):
         raise ValueError(f"{where}: a testbed is a mapping of keys such as 'memory_gib' and 'rates'")
     gpus = testbed.get("gpus") or []
@@ -190,7 +190,7 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
     if len(nodes := testbed.get("memory_nodes") or []) > 1:  # cards beside the DRAM, or less of it than is built in
         sizes = [node.get("memory_gib") if isinstance(node, Mapping) else None for node in nodes]
         ram = sum((size.get("value") if isinstance(size, Mapping) else size) or 0 for size in sizes)
-    return Machine(
+    return MachineSpec(
         name=str(testbed.get("id") or testbed.get("name") or where),
         gpus=sum(int(each.get("count", 1)) for each in gpus) or 1,
         gpu_memory_bytes=None if vram is None else _positive(vram, f"{where}: gpus.memory_gib") * GIB,
@@ -202,8 +202,8 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
     )
 
 
-def machine_from_file(path: str | Path) -> Machine:
-    """A Machine from a YAML or JSON file; ValueError in one line where it cannot be read."""
+def machine_from_file(path: str | Path) -> MachineSpec:
+    """A MachineSpec from a YAML or JSON file; ValueError in one line where it cannot be read."""
     import yaml
 
     path = Path(path)

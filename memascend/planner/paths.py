@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.step import step_of
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import Workload
@@ -31,7 +31,7 @@ class PathPlan:
 
 
 def plan_paths(
-    work: Workload, machine: Machine | None, seconds: float | None, rated_tb: float | None
+    work: Workload, machine: MachineSpec | None, seconds: float | None, rated_tb: float | None
 ) -> list[PathPlan]:
     """The paths of `work` on `machine`, in its order; none for a system that does not use several.
 
@@ -69,7 +69,7 @@ def plan_paths(
     return plans
 
 
-def _without(work: Workload, machine: Machine, number: int) -> float | None:
+def _without(work: Workload, machine: MachineSpec, number: int) -> float | None:
     """Seconds of a step over all paths but that one."""
     left = [path for other, path in enumerate(machine.described["paths"]) if other != number]
     if not left:

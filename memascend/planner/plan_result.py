@@ -11,7 +11,7 @@ from memascend.planner.activations import Choice, activation_room, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
 from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within, within_room
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.paths import PathPlan, plan_paths
 from memascend.planner.step import IoVolume, io_volume
@@ -89,7 +89,7 @@ class PlanResult:
     volume: IoVolume
     needs: tuple[Need, ...]
     largest: Largest | None
-    machine: Machine | None
+    machine: MachineSpec | None
     time: StepTime | None
     no_time: str
     wear: Wear
@@ -99,7 +99,7 @@ class PlanResult:
     nodes: NodePlan | None = None  # where a machine with several memory nodes is described
 
     @property
-    def rated(self) -> Machine:
+    def rated(self) -> MachineSpec:
         """The machine, where something was computed for one."""
         assert self.machine is not None, "computed for no machine"
         return self.machine
@@ -120,7 +120,7 @@ class PlanResult:
 def full_plan(
     work: Workload,
     limits: Limits,
-    machine: Machine | None = None,
+    machine: MachineSpec | None = None,
     endurance_tb: float | None = None,
     placement: str | None = None,
     endurance_gain: float = 1.0,
@@ -171,13 +171,13 @@ def full_plan(
     )
 
 
-def _choice(work: Workload, machine: Machine, gpu_bytes: float | None) -> Choice | None:
+def _choice(work: Workload, machine: MachineSpec, gpu_bytes: float | None) -> Choice | None:
     if gpu_bytes is None or not getattr(systems.load(work.system), "chooses_policies", False):
         return None
     return choose(work, machine, activation_room(work, gpu_bytes))
 
 
-def _nodes(host: Plan, machine: Machine | None, policy: str | None, host_gradients: bool) -> NodePlan | None:
+def _nodes(host: Plan, machine: MachineSpec | None, policy: str | None, host_gradients: bool) -> NodePlan | None:
     described = machine.described.get("memory_nodes") if machine else None
     if machine is None or not described or len(described) < 2:
         return None
@@ -205,12 +205,12 @@ def _others(work: Workload) -> Iterator[Plan]:
                 yield plan(replace(work, system=name, arm=arm, **own))
 
 
-def _seconds(work: Workload, machine: Machine | None) -> float | None:
+def _seconds(work: Workload, machine: MachineSpec | None) -> float | None:
     time, _ = _time(work, machine)
     return time.seconds if time else None
 
 
-def _time(work: Workload, machine: Machine | None) -> tuple[StepTime | None, str]:
+def _time(work: Workload, machine: MachineSpec | None) -> tuple[StepTime | None, str]:
     if machine is None:
         return None, "no machine was named: --testbed local, or a YAML file with its rates"
     if machine.gpu_flops_per_s is None and machine.name == "local":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memascend import systems
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.pieces import OUTPUT, PIECES_PER_BLOCK, Piece, pieces
 from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES, Workload
 from memascend.simulator import Task
@@ -50,7 +50,7 @@ class Step:
     A schedule adds tasks with `add`, pools with `pool`, and says with `store` what lies on storage between steps.
     """
 
-    def __init__(self, work: Workload, machine: Machine | None = None, costs: Calibrations | None = None) -> None:
+    def __init__(self, work: Workload, machine: MachineSpec | None = None, costs: Calibrations | None = None) -> None:
         self.work, self.machine, self.costs = work, machine, costs or Calibrations()
         self.tasks: list[Task] = []
         self.pools: dict[str, float] = {}
@@ -211,7 +211,7 @@ class Step:
         )
 
 
-def step_of(work: Workload, machine: Machine | None = None, costs: Calibrations | None = None) -> Step:
+def step_of(work: Workload, machine: MachineSpec | None = None, costs: Calibrations | None = None) -> Step:
     """The step of `work` as its system schedules it. ValueError for a system that says nothing of its steps."""
     step = Step(work, machine, costs)
     systems.load(work.system).schedule(step)

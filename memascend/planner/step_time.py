@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memascend.planner.machine import RATES, Calibrations, Machine
+from memascend.planner.machine import RATES, Calibrations, MachineSpec
 from memascend.planner.step import Step, step_of
 from memascend.planner.workload import Workload
 from memascend.simulator import Calibration, SimulationResult, simulate
-from memascend.simulator.machine import Machine as Resources
-from memascend.simulator.testbed import machine_of
+from memascend.simulator.machine import ResourceModel
+from memascend.simulator.testbed import resources_of_testbed
 
 GPU, PCIE, SSD, CPU = "GPU products", "PCIe", "SSD", "CPU and host memory"
 # Server of the simulator -> its name for people, and what a testbed says of it.
@@ -65,13 +65,13 @@ class StepTime:
         return max(totals, key=lambda resource: totals[resource])
 
 
-def step_time(work: Workload, machine: Machine, *, calibrations: Calibrations | None = None) -> StepTime:
+def step_time(work: Workload, machine: MachineSpec, *, calibrations: Calibrations | None = None) -> StepTime:
     """Play one optimizer step of `work` on `machine`; with checkpointing each block is recomputed in backward.
 
     Raises ValueError where the machine lacks a rate that the system's tasks need, naming it.
     """
     step = step_of(work, machine, calibrations)
-    resources = machine_for(step)
+    resources = resources_for(step)
     _require(step, resources, machine.memory_bytes_per_s is not None)
     simulated = simulate(step.tasks, resources)
     phases = tuple(
@@ -82,7 +82,7 @@ def step_time(work: Workload, machine: Machine, *, calibrations: Calibrations | 
     return StepTime(phases=phases, tokens=tokens, simulated=simulated)
 
 
-def machine_for(step: Step) -> Resources:
+def resources_for(step: Step) -> ResourceModel:
     """The simulator's machine for a step: the testbed's resources, what training reaches of them, the step's pools."""
     machine = step.machine
     assert machine is not None
@@ -97,7 +97,7 @@ def machine_for(step: Step) -> Resources:
         known.append(_reached("gpu", step.costs.gpu_efficiency))
     if machine.ssd_read_bytes_per_s is not None and machine.ssd_write_bytes_per_s is not None:
         known.append(_reached("ssd", step.costs.ssd_efficiency))
-    return machine_of(testbed, gpus=step.work.ranks, pools=step.pools, locks=step.locks, calibrations=known)
+    return resources_of_testbed(testbed, gpus=step.work.ranks, pools=step.pools, locks=step.locks, calibrations=known)
 
 
 def _reached(resource: str, efficiency: float) -> Calibration:
@@ -110,7 +110,7 @@ def _reached(resource: str, efficiency: float) -> Calibration:
     )
 
 
-def _require(step: Step, resources: Resources, has_memory: bool) -> None:
+def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
     served = set(resources.work_names())
     needed = {work for task in step.tasks for work in task.needs}
     lacking = sorted(needed - served)  # a GPU before its link, a link before storage

@@ -1,6 +1,6 @@
 """A training step as a graph of tasks, simulated on a described machine. Imports no torch.
 
-machine = Machine(name="C1", resources={"gpu": Fifo(rate=340e12), "ssd": Drive(read=14e9, write=9.5e9)},
+machine = ResourceModel(name="C1", resources={"gpu": Fifo(rate=340e12), "ssd": Drive(read=14e9, write=9.5e9)},
                   pools={"buffers": 2})
 tasks = [Task(name="read 0", phase="forward", needs={"ssd.read": 1e9}, takes={"buffers": 1}),
          Task(name="block 0", phase="forward", needs={"gpu": 4e12}, after=("read 0",), gives={"buffers": 1})]
@@ -9,7 +9,7 @@ simulated.seconds, simulated.busy("forward")
 """
 
 from memascend.simulator.calibration import Calibration
-from memascend.simulator.machine import Drive, Fifo, Machine, Shared
+from memascend.simulator.machine import Drive, Fifo, ResourceModel, Shared
 from memascend.simulator.recorder import Recorder
 from memascend.simulator.simulate import SimulationResult, roofline_s, simulate
 from memascend.simulator.tasks import Task
@@ -20,8 +20,8 @@ __all__ = [
     "Drive",
     "Event",
     "Fifo",
-    "Machine",
     "Recorder",
+    "ResourceModel",
     "Shared",
     "SimulationResult",
     "Task",

@@ -53,7 +53,7 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class ResourceModel:
     """Resources by name, pools (name to size; `math.inf` never fills), names of locks."""
 
     name: str
@@ -93,6 +93,6 @@ class Machine:
             return Server(work if drive.duplex else name, False), getattr(drive, direction)
         raise ValueError(f"machine {self.name} has no {work!r}; it has {', '.join(self.work_names())}")
 
-    def with_pools(self, size: float = math.inf) -> Machine:
+    def with_pools(self, size: float = math.inf) -> ResourceModel:
         """The same machine with pools of another size, by default ones that never fill."""
         return dataclasses.replace(self, pools=dict.fromkeys(self.pools, size))

@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memascend.simulator.machine import Machine, Server
+from memascend.simulator.machine import ResourceModel, Server
 from memascend.simulator.tasks import Task, check_tasks
 from memascend.simulator.trace import Event, busy_s, phase_spans
 
@@ -87,7 +87,7 @@ class _Running:
         return [flow for flow in self.flows if flow.end_s is None]
 
 
-def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
+def roofline_s(tasks: Sequence[Task], machine: ResourceModel) -> float:
     """The work of the busiest server at its full rate: no run takes less."""
     totals: dict[str, float] = {}
     for task in tasks:
@@ -97,7 +97,7 @@ def roofline_s(tasks: Sequence[Task], machine: Machine) -> float:
     return max(totals.values(), default=0.0)
 
 
-def simulate(tasks: Sequence[Task], machine: Machine) -> SimulationResult:
+def simulate(tasks: Sequence[Task], machine: ResourceModel) -> SimulationResult:
     """Play `tasks` on `machine`. The same input gives the same output, to the bit.
 
     Raises ValueError, in one line: names that stand twice or are unknown, two FIFO resources in one task, more taken
@@ -108,7 +108,7 @@ def simulate(tasks: Sequence[Task], machine: Machine) -> SimulationResult:
 
 
 class _Simulation:
-    def __init__(self, tasks: Sequence[Task], machine: Machine) -> None:
+    def __init__(self, tasks: Sequence[Task], machine: ResourceModel) -> None:
         self.machine = machine
         self.tasks = list(tasks)
         self.now = 0.0

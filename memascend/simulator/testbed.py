@@ -1,4 +1,4 @@
-"""A `Machine` from a testbed's YAML: which resources there are, by which names, at which rates.
+"""A `ResourceModel` from a testbed's YAML: which resources there are, by which names, at which rates.
 
 | name | resource | one a |
 |---|---|---|
@@ -22,19 +22,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from memascend.simulator.calibration import Calibration
-from memascend.simulator.machine import Drive, Fifo, Machine, Resource, Shared
+from memascend.simulator.machine import Drive, Fifo, Resource, ResourceModel, Shared
 
 _GB = 1e9
 
 
-def machine_of(
+def resources_of_testbed(
     testbed: Mapping[str, Any],
     *,
     gpus: int | None = None,
     pools: Mapping[str, float] | None = None,
     locks: Iterable[str] = (),
     calibrations: Iterable[Calibration] = (),
-) -> Machine:
+) -> ResourceModel:
     """The machine of a testbed (keys as in `hardware/testbeds.schema.json`), with `gpus` of its GPUs.
 
     `calibrations` called `efficiency of RESOURCE` multiply that resource's rate (a path: both directions;
@@ -49,7 +49,7 @@ def machine_of(
         for kind, factor in reached.items():
             if _kind(kind, name):
                 resources[name] = _scaled(resource, factor)
-    return Machine(name=str(testbed["id"]), resources=resources, pools=dict(pools or {}), locks=tuple(locks))
+    return ResourceModel(name=str(testbed["id"]), resources=resources, pools=dict(pools or {}), locks=tuple(locks))
 
 
 def _kind(kind: str, name: str) -> bool:

@@ -10,13 +10,13 @@ from memascend.cli import main
 from memascend.planner import Workload, model_spec
 from memascend.planner.activations import Mixes, activation_room, choose
 from memascend.planner.limits import Limits
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.plan_result import full_plan
 from memascend.training.config import complete
 
 SPEC = dataclasses.replace(model_spec("llama3.2-1b"), layers=6)
-MACHINE = Machine(
+MACHINE = MachineSpec(
     name="round",
     gpus=1,
     gpu_flops_per_s=100e12,

@@ -9,16 +9,16 @@ from hardware.registry import load_testbed
 from memascend.planner import Workload, model_spec
 from memascend.planner import step as steps
 from memascend.planner import step_time as times
-from memascend.planner.machine import Calibrations, Machine, machine_from_file, machine_from_testbed
+from memascend.planner.machine import Calibrations, MachineSpec, machine_from_file, machine_from_testbed
 from memascend.planner.pieces import forward_flops, pieces
-from memascend.planner.step_time import CPU, GPU, PCIE, SSD, machine_for
+from memascend.planner.step_time import CPU, GPU, PCIE, SSD, resources_for
 from memascend.planner.workload import papers
 from memascend.simulator import roofline_s, simulate
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published" / "memascend.csv"
 MODELS = ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B")
 RANKS = {"C1": 2, "C2": 1}
-ROUND = Machine(
+ROUND = MachineSpec(
     name="round",
     gpu_flops_per_s=100e12,
     pcie_bytes_per_s=20e9,
@@ -41,7 +41,7 @@ def step_time(spec, on, system="memascend", *, calibrations=None, **workload):
     return times.step_time(work(spec, system, **workload), on, calibrations=calibrations)
 
 
-def machine(config: str) -> Machine:
+def machine(config: str) -> MachineSpec:
     return machine_from_testbed(load_testbed(f"memascend-{config.lower()}"))
 
 
@@ -165,7 +165,7 @@ def test_a_pipelined_optimizer_takes_its_slowest_stage_and_a_serial_one_all_of_t
 def test_a_step_takes_its_roofline_and_little_more_for_filling_and_draining(system):
     made = work(model_spec("qwen2.5-7b"), system, batch=4, context=2048)
     step = steps.step_of(made, ROUND)
-    machine, simulated = machine_for(step), simulate(step.tasks, machine_for(step))
+    machine, simulated = resources_for(step), simulate(step.tasks, resources_for(step))
     assert len(step.tasks) < 2000
     begin = 0.0
     for phase, (first, last) in simulated.phases().items():
@@ -188,7 +188,7 @@ def test_one_buffer_for_a_whole_block_makes_reading_and_computing_take_turns():
     roomy, tight = steps.step_of(made, ROUND), steps.step_of(made, ROUND)
     largest = max(piece.weight_bytes for piece in tight.pieces[1:-1])
     tight.pools["parameter pool"] = largest
-    free, held = (simulate(step.tasks, machine_for(step)) for step in (roomy, tight))
+    free, held = (simulate(step.tasks, resources_for(step)) for step in (roomy, tight))
     assert held.peak("parameter pool") <= largest < free.peak("parameter pool")
     work_s = held.served_s["forward"]
     assert held.phases()["forward"][1] > 0.95 * (work_s["ssd"] + work_s["gpu0"]) > free.phases()["forward"][1]

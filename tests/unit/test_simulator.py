@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memascend.simulator import Drive, Event, Fifo, Machine, Shared, Task, read_trace, roofline_s, simulate, write_trace
+from memascend.simulator import (
+    Drive,
+    Event,
+    Fifo,
+    ResourceModel,
+    Shared,
+    Task,
+    read_trace,
+    roofline_s,
+    simulate,
+    write_trace,
+)
 from memascend.simulator.calibration import Calibration, CircularClaim, require_held_out
 from memascend.simulator.trace import busy_s
 
 
 def machine(pools=None, locks=(), **resources):
-    return Machine(name="test", resources=resources, pools=pools or {}, locks=tuple(locks))
+    return ResourceModel(name="test", resources=resources, pools=pools or {}, locks=tuple(locks))
 
 
 def times(simulated):
@@ -153,7 +164,7 @@ def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_p
                 )
             )
     resources = {f"s{stage}": Fifo() for stage in range(len(stages))} | {"dram": Shared(rate=10.0)}
-    testbed = Machine(name="test", resources=resources, pools={"m": 1.0}).with_pools()
+    testbed = ResourceModel(name="test", resources=resources, pools={"m": 1.0}).with_pools()
     simulated = simulate(tasks, testbed)
     lower = roofline_s(tasks, testbed)
     alone = [max(work, shared / 10.0) for work in stages]

@@ -8,16 +8,16 @@ from memascend.baselines.ssdtrain.schedule import KEEP, OFFLOAD, RECOMPUTE, SAVE
 from memascend.planner import Workload, model_spec
 from memascend.planner.gpu_memory import activation_writes, block_bytes_per_token, logits_bytes
 from memascend.planner.limits import Limits
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.plan_result import full_plan
 from memascend.planner.step import Step, step_of
-from memascend.planner.step_time import machine_for, step_time
+from memascend.planner.step_time import resources_for, step_time
 from memascend.simulator import simulate
 
 SPEC = model_spec("llama3.2-1b")
 CHECKPOINTING = {"keep": "none", "recompute": "plain"}
-MACHINE = Machine(
+MACHINE = MachineSpec(
     name="round",
     gpu_flops_per_s=100e12,
     pcie_bytes_per_s=1e12,
@@ -143,7 +143,7 @@ def test_every_block_can_have_a_policy_of_its_own():
     policies = [OFFLOAD] * 6 + [RECOMPUTE] * 6 + [KEEP] * 4
     regions = regions_of(step, policies)
     backward(step, regions, after=forward(step, regions))
-    simulated = simulate(step.tasks, machine_for(step))
+    simulated = simulate(step.tasks, resources_for(step))
     assert step.activation_bytes == pytest.approx(6 * BLOCK)
     assert simulated.peak(SAVED) == pytest.approx(6 * INPUT + 4 * BLOCK + LOSS)
     assert sum(1 for event in simulated.events if event.name.startswith("recompute")) == 0  # it takes memory alone

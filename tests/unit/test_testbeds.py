@@ -13,7 +13,7 @@ import yaml
 from hardware import probe
 from hardware.registry import FOLDER, check, known_testbeds, load_testbed
 from memascend.simulator import Calibration, Task, simulate
-from memascend.simulator.testbed import machine_of
+from memascend.simulator.testbed import resources_of_testbed
 
 ROOT = Path(__file__).parents[2]
 # Testbed -> (paper's CSV, series, exhibit) whose cells it repeats.
@@ -94,7 +94,7 @@ def test_mlp_offload_paths_have_the_printed_bandwidths(testbed_id):
 @pytest.mark.parametrize("testbed_id", known_testbeds())
 def test_every_testbed_becomes_a_machine_of_the_simulator(testbed_id):
     testbed = load_testbed(testbed_id)
-    machine = machine_of(testbed)
+    machine = resources_of_testbed(testbed)
     gpus = sum(gpu["count"] for gpu in testbed["gpus"])
     peak = testbed["rates"]["gpu_tflops_16bit"]["value"] * 1e12
     tasks = [Task(name=f"t{i}", phase="p", rank=i, needs={f"gpu{i}": peak, f"pcie{i}.down": 1.0}) for i in range(gpus)]
@@ -105,10 +105,12 @@ def test_every_testbed_becomes_a_machine_of_the_simulator(testbed_id):
 
 def test_an_efficiency_holds_for_every_gpu_and_one_of_nothing_is_refused():
     half = Calibration(name="efficiency of gpu", value=0.5, unit="1", reason="test", reach="test")
-    machine = machine_of(load_testbed("memascend-c1"), calibrations=[half])
+    machine = resources_of_testbed(load_testbed("memascend-c1"), calibrations=[half])
     assert [machine.resources[f"gpu{i}"].rate for i in range(2)] == [378e12, 378e12]
     with pytest.raises(ValueError, match="'efficiency of tpu': testbed memascend-c1 has no such resource"):
-        machine_of(load_testbed("memascend-c1"), calibrations=[dataclasses.replace(half, name="efficiency of tpu")])
+        resources_of_testbed(
+            load_testbed("memascend-c1"), calibrations=[dataclasses.replace(half, name="efficiency of tpu")]
+        )
 
 
 def test_an_unknown_testbed_lists_the_known_ones():

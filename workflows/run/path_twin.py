@@ -30,7 +30,7 @@ from workflows.paper_models import spec
 from workflows.run import children, provenance
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
 from workflows.run.turns import ARMS, POINT, Arm, rounds, started, write
-from workflows.run.validation import machine_of
+from workflows.run.validation import measured_machine
 
 REFERENCE = Path("results/reference")
 
@@ -83,7 +83,7 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
         {"name": f"path{n}", "read_gb_per_s": read / 1e9, "write_gb_per_s": written / 1e9, "duplex": not args.simplex}
         for n, (read, written) in enumerate(rates_of(args))
     ]
-    where, costs = machine_of(found, found["points"][0], described={"paths": paths})
+    where, costs = measured_machine(found, found["points"][0], described={"paths": paths})
     points = []
     for arm, (tokens, batch, *more) in itertools.product(arms, points_of(args)):
         zero, batches = arm.config["zero_optimization"], (more or [1])[0]

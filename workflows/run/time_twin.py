@@ -28,7 +28,7 @@ from typing import Any
 from hardware.registry import load_testbed
 from hardware.throttled import ThrottledPath, limited_cpu, require_cpu_share, throttled_paths
 from memascend.planner import Workload, model_spec
-from memascend.planner.machine import Machine, machine_from_testbed
+from memascend.planner.machine import MachineSpec, machine_from_testbed
 from memascend.planner.step import io_volume
 from memascend.planner.step_time import CPU, GPU, step_time
 from memascend.planner.workload import papers
@@ -72,7 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def aimed(args: argparse.Namespace, where: Machine) -> dict[str, float]:
+def aimed(args: argparse.Namespace, where: MachineSpec) -> dict[str, float]:
     """Seconds of the first arm's work on the testbed, by resource."""
     system, arm, dtype = args.arms[0].split(":")
     shape = {"ranks": args.ranks, "batch": args.batch, "context": args.context}
@@ -90,7 +90,7 @@ def tokens_for(device_s: float, tried: list[tuple[int, float]]) -> int:
     return max(8, 8 * round((short + (device_s - of_short) / slope) / 8))
 
 
-def rates_for(ssd_s: float, read: float, written: float, where: Machine) -> tuple[float, float]:
+def rates_for(ssd_s: float, read: float, written: float, where: MachineSpec) -> tuple[float, float]:
     """Bytes per second, read and written, in the testbed's ratio, at which one step's bytes take so long."""
     at_full_rate = read / where.ssd_read_bytes_per_s + written / where.ssd_write_bytes_per_s
     factor = at_full_rate / ssd_s
@@ -98,7 +98,11 @@ def rates_for(ssd_s: float, read: float, written: float, where: Machine) -> tupl
 
 
 def measure(
-    args: argparse.Namespace, arms: list[Arm], path: ThrottledPath, limit_cpu: Callable[[float], None], where: Machine
+    args: argparse.Namespace,
+    arms: list[Arm],
+    path: ThrottledPath,
+    limit_cpu: Callable[[float], None],
+    where: MachineSpec,
 ) -> dict[str, Any]:
     """The fields of the record that are measured."""
     deadline = time.monotonic() + args.time_limit

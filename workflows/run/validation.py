@@ -30,7 +30,7 @@ from memascend.doctor.speed import memory_speed
 from memascend.memory.heap import MALLOC
 from memascend.planner import model_spec
 from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for
-from memascend.planner.machine import Calibrations, Machine
+from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
 from memascend.simulator import read_trace
@@ -173,9 +173,9 @@ def seconds_of(traces: list[Path], run: Run, phases: Collection[str]) -> dict[st
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
-def machine_of(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> tuple[Machine, Calibrations]:
+def measured_machine(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> tuple[MachineSpec, Calibrations]:
     """This machine by its micro-benchmarks, the device's rate the block's at these sizes; `storage`: other fields."""
-    machine = Machine(
+    machine = MachineSpec(
         name="local",
         gpu_flops_per_s=point["block_flops"] / point["block_forward_s"],
         pcie_bytes_per_s=found["copy_bytes_per_s"],
@@ -192,7 +192,7 @@ def simulated_s(found: dict[str, Any], point: dict[str, Any], run: Run, own_s: d
     first = found["paths"][0]
     drive = {f"ssd_{name}_bytes_per_s": 1e9 * first[f"{name}_gb_per_s"] for name in ("read", "write")}
     several = {"described": {"paths": found["paths"]}} if "tiers" in RUNS[run] else {}
-    machine, costs = machine_of(found, point, **({"described": {"ssd_duplex": True}, **drive} | several))
+    machine, costs = measured_machine(found, point, **({"described": {"ssd_duplex": True}, **drive} | several))
     outside = point["outside_forward_s"]
     costs = dataclasses.replace(
         costs,

@@ -8,7 +8,7 @@ from functools import cache
 
 from memascend.arrangements import Arrangement
 from memascend.baselines.lohan.equations import GIB, Net, Rates
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.step_time import StepTime
 from memascend.systems import arrangement
 from workflows.paper_models import Paper, machine
@@ -56,7 +56,7 @@ def billions(model: str | None) -> float:
 
 
 @cache
-def bed(testbed: str, ssds: int = SSDS) -> Machine:
+def bed(testbed: str, ssds: int = SSDS) -> MachineSpec:
     """A testbed with the SSD rates that Fig. 1c implies for twelve drives, or those of so many.
 
     A byte passes drives as fast as their data sheet, and then the host, which takes the rest of twelve's time."""

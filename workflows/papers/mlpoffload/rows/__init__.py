@@ -19,10 +19,10 @@ from memascend.planner import Workload
 from memascend.planner.derived_sizes import STATES, cached_sub_group_buffers
 from memascend.planner.footprint import plan
 from memascend.planner.gpu_memory import gpu_memory
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.step import Step
-from memascend.planner.step_time import StepTime, machine_for, step_time
+from memascend.planner.step_time import StepTime, resources_for, step_time
 from memascend.planner.workload import ELEMENT_BYTES, SwapSizes
 from memascend.simulator import simulate
 from memascend.simulator.trace import Event
@@ -277,7 +277,7 @@ def four_sub_groups() -> Iterator[Row]:
     for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
         made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
         schedule(made_step)
-        events = simulate(made_step.tasks, machine_for(made_step)).events
+        events = simulate(made_step.tasks, resources_for(made_step)).events
         for (line, name), (begin, end) in spans(events, line_and_part).items():
             cells = {"series": f"{system}: {line}", "model": "four sub-groups", "x": ("begin (s)", begin)}
             yield shown(exhibit, name.split()[0], end - begin, "s", ONE_STEP, **cells)
@@ -324,7 +324,7 @@ def sizes() -> Iterator[Row]:
 SCALED = {"40B": 1, "70B": 2, "100B": 3, "130B": 4, "280B": 8}
 
 
-def cluster(nodes: int, shared: bool) -> Machine:
+def cluster(nodes: int, shared: bool) -> MachineSpec:
     """Nodes as one: each has its drive; the four GPUs of a node share a model, so each has a quarter of the products.
 
     `shared`: Table 1's rates of Lustre are those of a node, else nothing comes over it.

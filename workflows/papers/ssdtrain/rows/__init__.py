@@ -17,11 +17,11 @@ from memascend.baselines.ssdtrain.projections import TABLE_III, fig_5, scaled, t
 from memascend.baselines.ssdtrain.schedule import KEEP, OFFLOAD, SAVED, backward, forward, regions_of
 from memascend.planner import Workload
 from memascend.planner.footprint import GIB
-from memascend.planner.machine import Machine
+from memascend.planner.machine import MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.step import Step, step_of
-from memascend.planner.step_time import StepTime, machine_for, step_time
+from memascend.planner.step_time import StepTime, resources_for, step_time
 from memascend.simulator import simulate
 from memascend.simulator.trace import Event
 from workflows import registry
@@ -66,7 +66,7 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
     yield from twins.rows(benches)
 
 
-def pair(write_gb_per_s: float | None = None) -> Machine:
+def pair(write_gb_per_s: float | None = None) -> MachineSpec:
     """Both GPUs as one of twice the rates; `write_gb_per_s` of each GPU's array in place of the data sheets'."""
     one = machine(TESTBED)
     write = one.ssd_write_bytes_per_s if write_gb_per_s is None else 1e9 * write_gb_per_s
@@ -82,7 +82,7 @@ def work(series: str, model: str, batch: int) -> Workload:
     return Workload(spec=PAPER.spec(model), system="ssdtrain", arm=arm, **size)
 
 
-def where(series: str) -> Machine:
+def where(series: str) -> MachineSpec:
     return pair(PAPER.value("slow_ssd_write_gb_per_s") if series.endswith("10 GB/s") else None)
 
 
@@ -271,5 +271,5 @@ def two_micro_batches() -> Iterator[Row]:
         letter = {"forward": "F", "backward": "B"}.get(kind, "")
         return LINES[event.resource], f"{letter}L{block} of {int(rest[0]) + 1}"
 
-    found = spans(simulate(made.tasks, machine_for(made)).events, named)
+    found = spans(simulate(made.tasks, resources_for(made)).events, named)
     yield from PAPER.bars("ssdtrain-fig02", found, "memascend.simulator: batch 8 a micro-batch", model="H12288 L3")
