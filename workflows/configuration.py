@@ -155,7 +155,7 @@ class Experiments:
         line += f" --device {run.get('device', 'cpu')} --time-limit {run['time_limit_s']}"
         line += f" --arms {' '.join(arms)} --points {' '.join(points)}"
         more = {"systems": sorted({arm["system"] for arm in named}), "models": [run["model"]]}
-        environments, module = [arm.get("environment") for arm in named], "turns"
+        environments, module = [arm.get("environment") for arm in named], "interleaved"
         if "paths" in run:
             module, more["models"] = "path_twin", []
             line += f" --rates {' '.join(run['paths'])} --ranks {run.get('ranks', 1)}"

@@ -8,8 +8,7 @@ import pytest
 
 from memascend.integrations.deepspeed import measured
 from memascend.memory import account
-from workflows.run import training as run_training
-from workflows.run import turns as time_arms
+from workflows.run import interleaved, training
 
 
 def job(**more: object) -> dict:
@@ -44,24 +43,24 @@ def test_every_stack_visits_every_point() -> None:
 @pytest.mark.parametrize("word", ["128", "x2", "128xtwo", "128x-1"])
 def test_a_word_that_is_no_point_says_how_to_write_one(word: str) -> None:
     with pytest.raises(ValueError, match="write tokens x sequences, such as 128x2"):
-        run_training.point(word)
+        training.point(word)
 
 
 def test_a_word_that_is_no_stack_says_how_to_write_one() -> None:
     with pytest.raises(ValueError, match="write checkpointing:attention:loss"):
-        run_training.stack("offloaded")
+        training.stack("offloaded")
 
 
 @pytest.mark.parametrize("word", ["memascend:fp16", "memascend:memascend:fp16:a:b", "memascend::fp16"])
 def test_a_word_that_is_no_arm_says_how_to_write_one(word: str) -> None:
     with pytest.raises(ValueError, match="expected system:arm:dtype"):
-        time_arms.Arm(word, None, None)
+        interleaved.Arm(word, None, None)
 
 
 def test_an_environment_that_was_not_made_is_named_with_its_command(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="make it with: make deepspeed_016"):
-        time_arms.Arm("zero_infinity:today_016:fp16:deepspeed_016", None, None)
+        interleaved.Arm("zero_infinity:today_016:fp16:deepspeed_016", None, None)
 
 
 def result() -> dict:
@@ -113,7 +112,7 @@ class Recorded:
 
 def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> None:
     order: list[str] = []
-    found = time_arms.rounds([Recorded("a", order), Recorded("b", order)], [(32, 1), (128, 1)], 2, 1e12)
+    found = interleaved.rounds([Recorded("a", order), Recorded("b", order)], [(32, 1), (128, 1)], 2, 1e12)
     assert order[:8] == ["b", "a", "a", "b", "b", "a", "a", "b"]
     assert len(order) == 2 * (2 + 2) + 2 * (1 + 2)
     assert [len(series["forward_s"]) for series in found] == [2, 2, 2, 2]
@@ -124,6 +123,6 @@ def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path, caps
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is one")
     words = ["--run-id", "x", "--system", "memascend", "--arm", "memascend", "--model", "qwen2.5-7b", "--k", "64"]
-    assert run_training.main([*words, "--device", "cuda", "--out", str(tmp_path / "x.json")]) == 2
+    assert training.main([*words, "--device", "cuda", "--out", str(tmp_path / "x.json")]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("run_training: error: --device cuda: no NVIDIA device on this machine; leave --device out")
+    assert line.startswith("training: error: --device cuda: no NVIDIA device on this machine; leave --device out")

@@ -1,4 +1,4 @@
-"""One rank of one measured training run, in its own process. Started by ``run_training``; not for people.
+"""One rank of one measured training run, in its own process. Started by `workflows.run.training`; not for people.
 
 Reads a job file (JSON), trains under instruments (`memascend.integrations.deepspeed.measured`, or the bench of the
 streaming engine) and writes a result file (JSON). The parent samples this process's memory meanwhile.

@@ -117,7 +117,7 @@ def start(
     descriptors: tuple[str, ...] = (),
     python: str = sys.executable,
 ) -> Run:
-    """One training_child of ``job``; its files in ``work`` are job, result and log, each with ``name``.
+    """One `workflows.run.child` of ``job``; its files in ``work`` are job, result and log, each with ``name``.
 
     ``descriptors`` are the fields of the job that are file descriptors. Forked where a fork server runs; several ranks
     are not, as their memory is read in proportional shares, and the server would have a share of what it has imported;

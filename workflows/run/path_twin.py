@@ -28,8 +28,8 @@ from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
 from workflows.paper_models import spec
 from workflows.run import children, provenance
+from workflows.run.interleaved import ARMS, POINT, Arm, rounds, started, write
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
-from workflows.run.turns import ARMS, POINT, Arm, rounds, started, write
 from workflows.run.validation import measured_machine
 
 REFERENCE = Path("results/reference")

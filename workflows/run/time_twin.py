@@ -33,8 +33,8 @@ from memascend.planner.step import io_volume
 from memascend.planner.step_time import CPU, GPU, step_time
 from memascend.planner.workload import papers
 from workflows.run import children, provenance
+from workflows.run.interleaved import ARMS, Arm, rounds, started, write
 from workflows.run.training import FREE_SPACE_FACTOR, parser
-from workflows.run.turns import ARMS, Arm, rounds, started, write
 
 RESOURCES = ("device", "ssd", "host")
 PILOT_TOKENS = (32, 256)

@@ -88,7 +88,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return provenance.program("run_training", lambda: run(args))
+    return provenance.program("training", lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         log = args.out.with_suffix(".crash.log")
         log.write_text(outcome["log"])
         print(
-            f"run_training: {args.run_id} crashed (exit {outcome['exit_code']}); see {log}\n{outcome['log'][-3000:]}",
+            f"training: {args.run_id} crashed (exit {outcome['exit_code']}); see {log}\n{outcome['log'][-3000:]}",
             file=sys.stderr,
         )
         return 1
@@ -185,7 +185,7 @@ def require_space(swap: Path, parameters: int) -> None:
 
 
 def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """The job file of one rank: what training_child reads. ``settings`` stand over the defaults."""
+    """The job file of one rank: what `workflows.run.child` reads. ``settings`` stand over the defaults."""
     from memascend.integrations.huggingface import token_file
 
     tokens = token_file(provenance.cache_dir() / "text", min(4096, twin.vocab))

@@ -1,4 +1,4 @@
-"""Rows of step-time records (workflows.run.turns): MemAscend Tables IV and VI, and the I/O volumes of Fig. 20.
+"""Rows of step-time records (workflows.run.interleaved): MemAscend Tables IV and VI, and the I/O volumes of Fig. 20.
 
 An improvement is the median over rounds of the ratio within a round, as the arms of a round ran one after the other.
 """

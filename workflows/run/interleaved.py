@@ -255,16 +255,16 @@ def run(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         log = args.out.with_suffix(".crash.log")
         log.write_text(str(error))
-        print(f"time_arms: {error}\nsee {log}", file=sys.stderr)
+        print(f"interleaved: {error}\nsee {log}", file=sys.stderr)
         return 1
-    write(args, "turns", twin, arms, **found)
+    write(args, "interleaved", twin, arms, **found)
     print(f"{args.run_id}: {found['status']}, {len(found.get('points', []))} series")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    return provenance.program("time_arms", lambda: run(args))
+    return provenance.program("interleaved", lambda: run(args))
 
 
 if __name__ == "__main__":
