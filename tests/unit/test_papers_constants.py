@@ -5,7 +5,7 @@ import pytest
 from memascend.planner.machine import Calibrations
 from workflows.paper_models import Paper, constants
 from workflows.papers.cxl import rows as cxl
-from workflows.papers.lohan.rows import first_figure, settings, sizes, throughput
+from workflows.papers.lohan.rows import fig01, settings, sizes, throughput
 
 
 def phase(made, name):
@@ -98,13 +98,9 @@ def test_each_system_has_its_own_largest_batch():
 
 def test_lohans_ssd_rates_solve_the_two_utilisations_of_its_first_figure():
     busy = {
-        row["x_value"]: float(row["value"])
-        for row in first_figure.by_equations()
-        if row["metric"] == "PCIe_SSD_utilisation"
+        row["x_value"]: float(row["value"]) for row in fig01.by_equations() if row["metric"] == "PCIe_SSD_utilisation"
     }
-    times = {
-        row["x_value"]: float(row["value"]) for row in first_figure.by_equations() if row["metric"] == "stage_time"
-    }
+    times = {row["x_value"]: float(row["value"]) for row in fig01.by_equations() if row["metric"] == "stage_time"}
     assert busy["forward"] == pytest.approx(51, abs=0.5)
     assert busy["backward"] * times["backward"] / 20 == pytest.approx(99, abs=1.5)  # of the printed 20 s
 

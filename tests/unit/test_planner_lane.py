@@ -12,8 +12,8 @@ from memascend.planner.workload import papers
 from tests.modelled_lane import modelled
 from workflows import registry, tidy
 from workflows.derive import claims, table
-from workflows.growth import RELEASES
 from workflows.papers.memascend.rows import sweeps, times
+from workflows.trends import RELEASES
 
 COMPUTED = [paper for paper in registry.PAPERS if table.rows_of(paper)]
 

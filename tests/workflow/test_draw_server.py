@@ -34,7 +34,7 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 def ask(address: str, code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-IS", "workflows/derive/ask.py", "said", code]
+    command = [sys.executable, "-IS", "workflows/derive/draw_client.py", "said", code]
     environment = {**os.environ, "MEMASCEND_DRAW_SERVER": address}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 

@@ -4,7 +4,7 @@ Imports take longer than a picture. Snakemake starts this program and names its 
 sends a program of workflows.derive there, and runs it itself where nobody serves. Nothing is imported before the first
 request.
 
-usage: python -m workflows.derive.server SOCKET     python -IS workflows/derive/ask.py MODULE WORDS ...
+usage: python -m workflows.derive.server SOCKET     python -IS workflows/derive/draw_client.py MODULE WORDS ...
 """
 
 from __future__ import annotations

@@ -19,4 +19,4 @@ rule claims_table:
         tables=lambda w, input: os.path.dirname(input.tables[0]),
         code=KNOWN.code("workflows.derive.claims"),
     shell:
-        "python -IS workflows/derive/ask.py claims --tables {params.tables} --out {output.table} > {log} 2>&1"
+        "python -IS workflows/derive/draw_client.py claims --tables {params.tables} --out {output.table} > {log} 2>&1"

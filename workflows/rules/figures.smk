@@ -12,7 +12,7 @@ rule modelled:
     params:
         code=lambda w: KNOWN.models(w.paper),
     shell:
-        "python -IS workflows/derive/ask.py table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
+        "python -IS workflows/derive/draw_client.py table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
 
 
 rule figure:
@@ -50,7 +50,7 @@ rule figure:
         title=lambda w: KNOWN.entries[w.exhibit]["title"],
         caption=lambda w: KNOWN.caption(w.exhibit),
     shell:
-        "python -IS workflows/derive/ask.py table --exhibit {wildcards.exhibit} --published {params.published}"
+        "python -IS workflows/derive/draw_client.py table --exhibit {wildcards.exhibit} --published {params.published}"
         " {params.modelled} {params.reference} --records {input.records} --out {output.table}"
         " --runs-out {output.runs} --draw-in {params.figures} > {log} 2>&1"
 
@@ -77,7 +77,7 @@ rule drawing:
         title=lambda w: KNOWN.entries[w.exhibit]["title"],
         caption=lambda w: KNOWN.caption(w.exhibit),
     shell:
-        "python -IS workflows/derive/ask.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
+        "python -IS workflows/derive/draw_client.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
 
 # One job writes all pages: each shows its neighbours and what claims say.
@@ -111,5 +111,5 @@ rule report_pages:
         against=lambda w, input: (f"--against {input.against}" if input.against else ""),
         code=KNOWN.code("workflows.derive.report"),
     shell:
-        "python -IS workflows/derive/ask.py report --claims {input.claims} --runs {params.runs} --records {params.raw}"
+        "python -IS workflows/derive/draw_client.py report --claims {input.claims} --runs {params.runs} --records {params.raw}"
         " --profile {params.profile} --figures {params.figures} {params.against} > {log} 2>&1"

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from workflows.cases import Row
-from workflows.papers.lohan.rows import equations, first_figure, sizes, throughput, twins
+from workflows.papers.lohan.rows import equations, fig01, sizes, throughput, twins
 from workflows.papers.lohan.rows.settings import PAPER
 
 
 def modelled() -> Iterator[Row]:
-    yield from first_figure.rows()
+    yield from fig01.rows()
     yield from sizes.rows()
     yield from throughput.rows()
     yield from equations.rows()

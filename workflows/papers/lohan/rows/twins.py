@@ -16,7 +16,7 @@ from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.paper_models import spans
 from workflows.papers.lohan.rows import settings as own
-from workflows.papers.lohan.rows.first_figure import LINES
+from workflows.papers.lohan.rows.fig01 import LINES
 from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
 from workflows.records import predicted_steps
 
@@ -179,7 +179,7 @@ def swapped(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def by_tensor(record: dict[str, Any], exhibit: str, events: list[Event]) -> Iterator[Row]:
-    """As `first_figure.by_tensor`: reads are of states, and writes too; numbers count blocks from 1."""
+    """As `fig01.by_tensor`: reads are of states, and writes too; numbers count blocks from 1."""
 
     def named(event: Event) -> tuple[str, str] | None:
         block = re.search(r"block (\d+)|\.h\.(\d+)[./]", event.name)

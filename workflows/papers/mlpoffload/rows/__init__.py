@@ -28,10 +28,10 @@ from memascend.simulator import simulate
 from memascend.simulator.trace import Event
 from memascend.storage.placement import Rates, counts, weights
 from workflows.cases import Row, of_record
-from workflows.growth import growth
 from workflows.paper_models import ONE_STEP, Paper, machine, spans
 from workflows.papers.mlpoffload.rows import twins
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
+from workflows.trends import growth
 
 ONE, TWO = "mlpoffload-testbed1", "mlpoffload-testbed2"
 PAPER = Paper("mlpoffload", testbed=ONE)

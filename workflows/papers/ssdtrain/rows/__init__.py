@@ -26,9 +26,9 @@ from memascend.simulator import simulate
 from memascend.simulator.trace import Event
 from workflows import registry
 from workflows.cases import Row, row
-from workflows.growth import growth
 from workflows.paper_models import Paper, block_of, machine, spans
 from workflows.papers.ssdtrain.rows import twins
+from workflows.trends import growth
 
 TESTBED = "ssdtrain"
 PAPER = Paper("ssdtrain", testbed=TESTBED)

@@ -1,7 +1,7 @@
 """Have a program of workflows.derive run by the server that has imported it; in this process where there is none.
 
 Called for every table and picture, so it starts without the site's packages and imports next to nothing:
-python -IS workflows/derive/ask.py MODULE WORDS ...
+python -IS workflows/derive/draw_client.py MODULE WORDS ...
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import sys
 import time
 
 
-def asked(address: str, module: str, words: list[str]) -> int:
+def request(address: str, module: str, words: list[str]) -> int:
     """The exit status of what the server was asked for. Raises OSError where nobody serves."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from workflows.run.fork_server import ForkedRun
@@ -33,7 +33,7 @@ def main() -> int:
     address = os.environ.get("MEMASCEND_DRAW_SERVER")
     if address:
         with contextlib.suppress(OSError):
-            return asked(address, module, words)
+            return request(address, module, words)
     os.execv(sys.executable, [sys.executable, "-m", f"workflows.derive.{module}", *words])
 
 
