@@ -32,13 +32,15 @@ localrules:
 rule figures:
     default_target: True
     input:
-        KNOWN.drawn(KNOWN.built),
+        workflow_config.drawn(workflow_config.built),
         f"{FIGURES}/index.html",
 
 
 rule tables:
     input:
-        expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.with_table),
+        expand(
+            f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=workflow_config.with_table
+        ),
 
 
 rule claims:
@@ -58,36 +60,38 @@ rule exhibits:
     conda:
         "workflows/envs/memascend.yaml"
     params:
-        lines=lambda w: KNOWN.listing,
+        lines=lambda w: workflow_config.listing,
     shell:
         "printf '%s\\n' {params.lines:q} > {log} && {{ cat {log} || true; }}"
 
 
-for exhibit in KNOWN.entries:
+for exhibit in workflow_config.entries:
 
     rule:
         name:
             exhibit
         input:
-            KNOWN.drawn([exhibit]) if exhibit in KNOWN.built else KNOWN.planned(exhibit),
+            workflow_config.drawn([exhibit])
+            if exhibit in workflow_config.built
+            else workflow_config.planned(exhibit),
 
 
-for paper in KNOWN.papers:
+for paper in workflow_config.papers:
 
     rule:
         name:
-            KNOWN.target_of(paper)
+            workflow_config.target_of(paper)
         input:
-            KNOWN.of_paper(paper),
+            workflow_config.of_paper(paper),
 
 
 if not workflow.remote_exec:
-    KNOWN.refuse_mistyped_targets([made.name for made in workflow.rules])
+    workflow_config.refuse_mistyped_targets([made.name for made in workflow.rules])
     CONSOLE.attach()
 
 
 onstart:
-    start_servers(KNOWN)
+    start_servers(workflow_config)
 
 
 onsuccess:

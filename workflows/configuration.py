@@ -1,7 +1,7 @@
 """What the rules need to know: the configuration, the runs of a profile, who needs which record, what makes it stale.
 
 Standard library, yaml and jsonschema alone; of ours workflows.staleness and workflows.registry. Whatever is wrong ends
-with one line (`stop`).
+with one line (`fail`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORKED = ("memory", 1, "cpu", None)  # mode, ranks, device and environment of wh
 _MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
 
 
-def stop(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """End with one clear line and no stack trace."""
     sys.exit(message)
 
@@ -52,14 +52,14 @@ def checked(document: Any, schema_name: str, where: str) -> Any:
         known = list(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
         hint = did_you_mean(unknown, known) or f"; known keys: {', '.join(known)}"
-        stop(f"{where}: {place}: unknown key {unknown!r}{hint}")
-    stop(f"{where}: {place}: {error.message}")
+        fail(f"{where}: {place}: unknown key {unknown!r}{hint}")
+    fail(f"{where}: {place}: {error.message}")
 
 
 def twin_point(context: int, sequences: int, k: int, ranks: int, where: str) -> str:
     """TOKENSxBATCH of a rank for a context of the original and the sequences of a whole step."""
     if context % k or sequences % ranks:
-        stop(f"{where}: a context of {context} with {sequences} sequences has no twin at k = {k} on {ranks} ranks")
+        fail(f"{where}: a context of {context} with {sequences} sequences has no twin at k = {k} on {ranks} ranks")
     return f"{context // k}x{sequences // ranks}"
 
 
@@ -73,7 +73,7 @@ class Experiments:
         try:
             document = registry.read(Path(path))
         except ValueError as error:
-            stop(str(error))
+            fail(str(error))
         self.document = checked(document, "experiments.schema.json", path)
 
     @cached_property
@@ -95,7 +95,7 @@ class Experiments:
         """The entry of that name; otherwise one line with the known ones."""
         known = self.document[section]
         if name not in known:
-            stop(f"{self.path}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(known)}")
+            fail(f"{self.path}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(known)}")
         return known[name]
 
     def _training(self, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -114,7 +114,7 @@ class Experiments:
                 run_id, run = self._one_training(group, *one)
                 known = runs.setdefault(run_id, run)
                 if {**known, "exhibits": 0} != {**run, "exhibits": 0}:
-                    stop(f"{self.path}: {self.profile}: {run_id} is asked for with two settings")
+                    fail(f"{self.path}: {self.profile}: {run_id} is asked for with two settings")
                 known["exhibits"] = sorted({*known["exhibits"], *run["exhibits"]})
         return runs
 
@@ -203,7 +203,7 @@ class Configuration:
             existing = next(p for p in [Path(folder), *Path(folder).parents] if p.exists())
             if not (existing.is_dir() and os.access(existing, os.W_OK)):
                 fix = f"make {existing.absolute()} writable or name another folder"
-                stop(f"config: {folder} cannot be written; {fix}")
+                fail(f"config: {folder} cannot be written; {fix}")
         drive = self.node["scratch"] if self.node else None
         self.experiments = Experiments(config["experiments"], config["profile"], drive)
         try:
@@ -211,7 +211,7 @@ class Configuration:
             for path in self.said("exhibits.yaml"):
                 checked(registry.read(Path(path)), "exhibits.schema.json", path)
         except ValueError as error:
-            stop(str(error))
+            fail(str(error))
         self._refuse_unknown_exhibits()
         self.papers = list(registry.PAPERS)
         self.built = [name for name, entry in self.entries.items() if entry["status"] == "built"]
@@ -225,7 +225,7 @@ class Configuration:
     def run(self, run_id: str) -> dict[str, Any]:
         """The run of that name in the profile in use."""
         if run_id not in self.runs:
-            stop(f"{run_id} is no run of profile {self.config['profile']}; its runs: {', '.join(self.runs)}")
+            fail(f"{run_id} is no run of profile {self.config['profile']}; its runs: {', '.join(self.runs)}")
         return self.runs[run_id]
 
     @property
@@ -306,7 +306,7 @@ class Configuration:
         for environment in filter(None, self.run(run_id)["environments"]):
             python = f".cache/envs/{environment}/bin/python"
             if not Path(python).exists():
-                stop(f"environment {environment} is missing; make it with: make {environment}")
+                fail(f"environment {environment} is missing; make it with: make {environment}")
             found.append(python)
         return found
 
@@ -382,7 +382,7 @@ class Configuration:
     def planned(self, exhibit: str) -> Any:
         """Input function of an exhibit that is not built: naming it ends with the part that it waits for."""
         entry = self.entries[exhibit]
-        return lambda wildcards: stop(f"{exhibit} is not built yet: it waits for {entry['waits_for']}.")
+        return lambda wildcards: fail(f"{exhibit} is not built yet: it waits for {entry['waits_for']}.")
 
     def of_paper(self, paper: str) -> Any:
         """Pictures of one paper; one of which nothing is built ends with what its exhibits wait for."""
@@ -390,7 +390,7 @@ class Configuration:
         built = [entry["id"] for entry in mine if entry["status"] == "built"]
         parts = "; ".join(dict.fromkeys(e["waits_for"] for e in mine if e["status"] == "planned"))
         words = f"{PAPER_TARGETS.get(paper, paper)}: no exhibit is built yet; they wait for: {parts}."
-        return self.drawn(built) if built else (lambda wildcards: stop(words))
+        return self.drawn(built) if built else (lambda wildcards: fail(words))
 
     def _refuse_unknown_exhibits(self) -> None:
         """A word that looks like an exhibit's id and is none: one line with the ids near it."""
@@ -398,7 +398,7 @@ class Configuration:
             if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*-?\d+[a-z]?", word) and word not in self.entries:
                 near = difflib.get_close_matches(word, self.entries, n=3, cutoff=0.5)
                 hint = f"did you mean {', '.join(near)}? " if near else ""
-                stop(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
+                fail(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
 
     def refuse_mistyped_targets(self, rule_names: list[str]) -> None:
         """A word of the command line that is nearly a target, and no rule: one line with the target."""
@@ -408,7 +408,7 @@ class Configuration:
                 near = difflib.get_close_matches(word, targets, n=1, cutoff=0.7)
                 if near:
                     named = ", ".join(NAMED_TARGETS)
-                    stop(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
+                    fail(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
 
     def paper_of(self, exhibit: str) -> str:
         """Name of the paper that an exhibit is of."""
@@ -451,7 +451,7 @@ class Configuration:
         """The zip that artifact-verify checks: the one that is named, or the profile's own."""
         path = self.config.get("bundle", self.artifact)
         if not Path(path).is_file():
-            stop(f"there is no {path}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
+            fail(f"there is no {path}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
         return path
 
     @property
@@ -475,7 +475,7 @@ class Configuration:
         """The other claims.csv that the report compares with, if one is named."""
         named = self.config.get("against")
         if named and not Path(named).is_file():
-            stop(f"config: against: {named} is no file; name a claims.csv, as results/reference/<host>/claims.csv")
+            fail(f"config: against: {named} is no file; name a claims.csv, as results/reference/<host>/claims.csv")
         return [named] if named else []
 
     def reference_of(self, exhibit: str) -> list[str]:

@@ -58,7 +58,7 @@ def test_deepspeeds_runtime_is_solved_from_the_forward_of_zero_infinity_and_pred
 def test_adamw_takes_what_zero_infinitys_ssds_leave_of_its_optimizer_stage():
     """Fig. 1a: 79 % of 23 s are the SSDs', one after the other with AdamW."""
     made = settings.step(settings.ZERO, "13B", 32)
-    assert made.played.served_s["optimizer"]["cpu"] == pytest.approx((1 - 0.79) * 23, rel=1e-3)
+    assert made.simulated.served_s["optimizer"]["cpu"] == pytest.approx((1 - 0.79) * 23, rel=1e-3)
     assert phase(made, "optimizer") == pytest.approx(23, rel=0.05)
 
 

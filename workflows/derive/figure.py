@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from workflows import registry, tidy
 from workflows.panels import bars, graph, heatmap, lines, style, table, text, timeline
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 
 KINDS = {
     "bars": bars.draw,
@@ -38,7 +38,7 @@ AXIS = ("title", "xlabel", "ylabel", "xlim", "ylim")
 
 def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
     """The finished figure of a specification and its tidy rows."""
-    data = of.prepared(rows, spec)
+    data = panel_data.prepared(rows, spec)
     drawn_ones = [p for p in spec["panels"] if not p.get("optional") or p["metric"] in set(data["metric"])]
     panels = [{"_whole": data, **panel} for panel in drawn_ones]
     columns = spec.get("columns", len(panels))
@@ -65,7 +65,7 @@ def settle(axis: Axes, panel: dict[str, Any]) -> None:
     """Titles, labels and limits that the specification gives."""
     given = {name: panel[name] for name in AXIS if name in panel}
     if "title" in given:
-        values = [of.first(panel["_whole"], where) for where in panel.get("title_values", [])]
+        values = [panel_data.first(panel["_whole"], where) for where in panel.get("title_values", [])]
         words = given.pop("title")
         axis.set_title(panel["title_else"] if None in values else words.format(*values), fontsize=9)
     for name in ("xlim", "ylim"):
@@ -97,7 +97,7 @@ def head(
                 if panel.get("unnamed"):
                     continue
                 series.setdefault(name, style.colour_patch(style.colour(name, colours), words.get(name, name)))
-    order = [*spec.get("parts_order", []), *of.ordered(series, of.SERIES)]
+    order = [*spec.get("parts_order", []), *panel_data.ordered(series, panel_data.SERIES)]
     shown = [series[name] for name in dict.fromkeys(order) if name in series]
     more = lines.extra_handles(panels)
     placed = sorted(lanes, key=lambda lane: style.LANES.index(lane) if lane in style.LANES else 9)

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
@@ -28,14 +28,14 @@ THIN = 0.002  # of the tallest stack: a slice below cannot be seen
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
     """Bars; (series, lane) of what was drawn."""
-    table = of.shown(table, panel)
+    table = panel_data.shown(table, panel)
     table = table[table["ranks"] == 1]
     groups, within = panel.get("groups", "model"), panel.get("bars", "series")
     names = [name for name in panel.get("order", []) if name in set(table[groups])] or list(
         dict.fromkeys(table[groups])
     )
     if "prefix" in panel:
-        names = of.ordered([n for n in table[groups] if not panel.get("order") or n in names], panel["prefix"])
+        names = panel_data.ordered([n for n in table[groups] if not panel.get("order") or n in names], panel["prefix"])
     width = 0.84 / max([1, *(len(bars_of(table[table[groups] == name], within, panel)) for name in names)])
     drawn = []
     for position, name in enumerate(names):
@@ -45,7 +45,7 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
             at = position + (i - (len(present) - 1) / 2) * width
             fill = style.colour(series, panel.get("colours"))
             bar = axis.bar([at], [height], 0.86 * width, **style.surface(lane, fill))
-            style.tell(bar[0], of.words(row, panel))
+            style.tell(bar[0], panel_data.words(row, panel))
             text = value_text(height, panel)
             style.label_inside(axis, bar, [text]) if panel.get("inside") else style.label_bars(axis, bar, [text], fill)
             drawn.append((series, lane))
@@ -59,7 +59,7 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
 
 def several_ranks(panel: dict[str, Any]) -> list[str]:
     """A line for each model that was measured with more than one rank, all ranks added up."""
-    table = of.select(panel["_whole"], {"metric": panel["metric"], "lane": "measured"})
+    table = panel_data.select(panel["_whole"], {"metric": panel["metric"], "lane": "measured"})
     lines = []
     for (model, k, ranks), group in table[table["ranks"] > 1].groupby(["model", "k", "ranks"]):
         peaks = group.dropna(subset="number").set_index("series")["number"]
@@ -73,8 +73,8 @@ def several_ranks(panel: dict[str, Any]) -> list[str]:
 def bars_of(table: pd.DataFrame, within: str | None, panel: dict[str, Any]) -> list[pd.Series]:
     """A row of the table for each bar, in drawing order."""
     out = []
-    for series in of.ordered(table["series"], panel.get("series", of.SERIES)) if within else [None]:
-        for lane in of.lanes_of(table):
+    for series in panel_data.ordered(table["series"], panel.get("series", panel_data.SERIES)) if within else [None]:
+        for lane in panel_data.lanes_of(table):
             found = table[(table["lane"] == lane) & (table["series"].eq(series) if series else True)]
             if len(found):
                 out.append(found.iloc[0])
@@ -93,7 +93,7 @@ def outlined(axis: Axes, panel: dict[str, Any], names: list[str]) -> list[tuple[
     whole, drawn = panel["_whole"], []
     if (
         "over" in panel
-        and (level := of.first(whole, panel["over"]["where"])) is not None
+        and (level := panel_data.first(whole, panel["over"]["where"])) is not None
         and panel["over"]["at"] in names
     ):
         fill = style.colour(panel["over"]["at"], panel.get("colours"))
@@ -101,7 +101,7 @@ def outlined(axis: Axes, panel: dict[str, Any], names: list[str]) -> list[tuple[
         axis.bar([names.index(panel["over"]["at"])], [level], 0.95, **look)
         drawn.append((panel["over"]["at"], "published"))
     if "dashed" in panel:
-        level = panel["dashed"].get("level") or of.first(whole, panel["dashed"]["where"])
+        level = panel["dashed"].get("level") or panel_data.first(whole, panel["dashed"]["where"])
         if level is not None:
             style.dashed(axis, level, panel["dashed"].get("text", "").format(level))
     return drawn
@@ -135,29 +135,37 @@ def name_groups(axis: Axes, names: list[str], panel: dict[str, Any]) -> None:
 def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
     """Stacks of parts; (part, lane) of what was drawn. `by: model` puts lanes beside, `by: lane` series under lanes."""
     parts, total = panel["parts"], panel.get("total", "")
-    table = of.select(table, panel.get("where"))
+    table = panel_data.select(table, panel.get("where"))
     table = table.assign(metric=table[panel.get("part", "metric")])
     for sums in panel.get("sums", []):  # a stack of another's parts
-        own = of.select(table, {"series": sums["of"], "lane": sums["lane"], "metric": sums["parts"]})
+        own = panel_data.select(table, {"series": sums["of"], "lane": sums["lane"], "metric": sums["parts"]})
         table = pd.concat([table, own.assign(series=sums["series"])])
     table = table[table["number"].notna() & (table["ranks"] == 1) & table["metric"].isin([*parts, total])]
     outer, inner = ("model", "lane") if panel.get("by", "model") == "model" else ("lane", "series")
-    kinds = {"model": panel.get("order", []), "lane": list(style.LANES), "series": panel.get("series", of.SERIES)}
+    kinds = {
+        "model": panel.get("order", []),
+        "lane": list(style.LANES),
+        "series": panel.get("series", panel_data.SERIES),
+    }
     counted = table[table["metric"].isin(parts)].groupby([outer, inner])["metric"].nunique()
-    stacks = [(a, b) for a in of.ordered(table[outer], kinds[outer]) for b in of.ordered(table[inner], kinds[inner])]
+    stacks = [
+        (a, b)
+        for a in panel_data.ordered(table[outer], kinds[outer])
+        for b in panel_data.ordered(table[inner], kinds[inner])
+    ]
     stacks = [stack for stack in stacks if counted.get(stack, 0) >= 2 and (stack[0] in kinds[outer] or outer == "lane")]
     tallest = max((r["number"] for _, r in table.iterrows()), default=1.0)
     drawn, ticks, middles, position = [], [], {}, 0.0
     for number, (a, b) in enumerate(stacks):
         position += 0 if not number else 1.0 if a == stacks[number - 1][0] else 1.6
         mine = table[(table[outer] == a) & (table[inner] == b)]
-        heights = {part: of.first(mine, {"metric": part}) or 0.0 for part in parts}
+        heights = {part: panel_data.first(mine, {"metric": part}) or 0.0 for part in parts}
         heights = {part: h for part, h in heights.items() if h > THIN * tallest}
         who = mine.iloc[0].copy()
         if panel.get("part") == "x_value":
             who[["x_name", "x_value"]] = ""  # of its first part
         drawn += one_stack(axis, position, who, heights, {**panel, "_tallest": tallest})
-        stated, top = of.first(mine, {"metric": total}) if total else None, sum(heights.values())
+        stated, top = panel_data.first(mine, {"metric": total}) if total else None, sum(heights.values())
         whole = top if stated is None else stated
         above = f"\n({top - whole:.1f} less than its ledger)" if top > whole + THIN * tallest else ""
         place = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 7 if above else 8}
@@ -177,7 +185,7 @@ def one_stack(
     bottom, lane = 0.0, who["lane"]
     for part, height in heights.items():
         bar = axis.bar([at], [height], 0.8, bottom=[bottom], **style.surface(lane, style.colour(part, panel["parts"])))
-        style.tell(bar[0], f"{part}, {of.words(who, panel, height)}")
+        style.tell(bar[0], f"{part}, {panel_data.words(who, panel, height)}")
         if panel.get("values") and height > 0.055 * panel["_tallest"]:
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
             axis.bar_label(bar, [f"{height:.1f}"], label_type="center", fontsize=7, bbox=box)

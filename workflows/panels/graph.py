@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 
 WIDTH, HEIGHT = 0.8, 0.55
@@ -31,7 +31,7 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
         fill = style.colour(name, {name: node.get("colour", "light")})
         patch = FancyBboxPatch((x - w / 2, y - h / 2), w, h, **ROUND, facecolor=f"{fill}30", edgecolor=fill, zorder=2)
         axis.add_patch(patch)
-        values = [of.first(table, where) for where in node.get("values", [])]
+        values = [panel_data.first(table, where) for where in node.get("values", [])]
         words = node.get("text", name).format(*values)
         axis.text(x, y, words, ha="center", va="center", fontsize=node.get("fontsize", 8), zorder=3)
         places[name] = (x, y, patch)

@@ -13,15 +13,15 @@ import pandas as pd
 import seaborn
 from matplotlib.axes import Axes
 
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
     """Cells shaded by their number; (series, lane) of what was drawn."""
-    mine = of.shown(table, panel)
+    mine = panel_data.shown(table, panel)
     down = panel.get("down", "series")
-    names = of.ordered(mine[down], panel.get("order", []))
+    names = panel_data.ordered(mine[down], panel.get("order", []))
     columns = [str(x) for x in panel.get("columns", [])] or list(dict.fromkeys(mine["x_value"]))
     cells = mine.pivot_table(index=down, columns="x_value", values="number", aggfunc="first")
     cells = cells.reindex(index=names, columns=columns)

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 
 LOW, HIGH = (f", {end} quartile over rounds" for end in ("lower", "upper"))
@@ -30,20 +30,20 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
     whole = panel["_whole"]
     if "x" in panel:
         table = table[table["x_name"] == panel["x"]]
-    mine = of.shown(table, panel)
+    mine = panel_data.shown(table, panel)
     mine, drawn = mine[mine["at"].notna()], []  # text in place of a number is not drawn
-    for series in of.ordered(mine["series"], panel.get("series", of.SERIES)):
+    for series in panel_data.ordered(mine["series"], panel.get("series", panel_data.SERIES)):
         if series not in panel.get("series", [series]) or series in panel.get("without", []):
             continue
-        for lane in of.lanes_of(mine):
+        for lane in panel_data.lanes_of(mine):
             for ranks in sorted(set(mine["ranks"])):
                 line = mine[(mine["series"] == series) & (mine["lane"] == lane) & (mine["ranks"] == ranks)]
                 if len(line):
                     one_line(axis, line.sort_values("at", kind="stable"), (series, lane, ranks), panel, whole)
                     drawn.append((series, lane if ranks == 1 else "several ranks"))
     for further in panel.get("more", []):
-        more = of.select(whole, {"metric": further["metric"]} | further.get("where", {}))
-        for series in of.ordered(more["series"], of.SERIES):
+        more = panel_data.select(whole, {"metric": further["metric"]} | further.get("where", {}))
+        for series in panel_data.ordered(more["series"], panel_data.SERIES):
             line = more[(more["series"] == series) & more["at"].notna() & more["x_name"].eq(panel.get("x", ""))]
             axis.plot(line["at"], line["number"], color=style.colour(series, panel.get("colours")), **further["looks"])
     decorate(axis, table, mine, panel)
@@ -86,18 +86,20 @@ def one_line(
         axis.step(line["at"], line["number"], where="post", **kind)
         return
     axis.plot(line["at"], line["number"], **kind)
-    style.tell_points(axis, line["at"], line["number"], (of.words(row, panel) for _, row in line.iterrows()))
+    style.tell_points(axis, line["at"], line["number"], (panel_data.words(row, panel) for _, row in line.iterrows()))
     if lane == "measured" and panel.get("joined"):
-        band = of.select(whole, {"series": series, "lane": lane, "x_name": line["x_name"].iloc[0]})
+        band = panel_data.select(whole, {"series": series, "lane": lane, "x_name": line["x_name"].iloc[0]})
         ends = [band[band["metric"] == panel.get("metric", "") + end].set_index("at")["number"] for end in (LOW, HIGH)]
         if all(len(end) for end in ends):
             low, high = (end.sort_index() for end in ends)
             axis.fill_between(low.index, low, high, color=kind["color"], alpha=0.18, linewidth=0)
         if panel.get("values"):
-            level = of.first(whole, panel["dashed"]["where"]) if "dashed" in panel else None
+            level = panel_data.first(whole, panel["dashed"]["where"]) if "dashed" in panel else None
             mark_all(axis, list(zip(line["at"], line["number"], strict=True)), level or float("inf"))
     if lane == "modelled" and panel.get("beyond"):
-        last = of.select(whole, {"series": series, "lane": "measured", "metric": panel["metric"]}).sort_values("at")
+        last = panel_data.select(whole, {"series": series, "lane": "measured", "metric": panel["metric"]}).sort_values(
+            "at"
+        )
         both = pd.concat([last.tail(1), line])
         axis.plot(both["at"], both["number"], color=kind["color"], linewidth=0.8, alpha=0.7)
 
@@ -108,22 +110,22 @@ def decorate(axis: Axes, table: pd.DataFrame, mine: pd.DataFrame, panel: dict[st
     axis.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
     axis.grid(visible=True, axis="both", which="major")
     for each in panel.get("points", []):
-        printed = of.select(whole, each["where"])
+        printed = panel_data.select(whole, each["where"])
         for _, row in printed[printed["number"].notna()].iterrows():
             mark = axis.plot([each.get("at", row["at"])], [row["number"]], **look(row["series"], "published", panel))
-            style.tell(mark[0], of.words(row, {}))  # as printed, whatever the panel derives
+            style.tell(mark[0], panel_data.words(row, {}))  # as printed, whatever the panel derives
     for level in panel.get("levels", []):
         axis.axhline(level["at"], color=style.PALETTE["black"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         place = {"xytext": (0, level.get("above", 2)), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-        values = [of.first(whole, where) for where in level.get("where", [])]
+        values = [panel_data.first(whole, where) for where in level.get("where", [])]
         if None not in values:
             axis.annotate(level["text"].format(*values), (level["place"], level["at"]), **place, **AT_LEVEL)
-    if "dashed" in panel and (level := of.first(whole, panel["dashed"]["where"])) is not None:
+    if "dashed" in panel and (level := panel_data.first(whole, panel["dashed"]["where"])) is not None:
         style.dashed(axis, level, panel["dashed"]["text"].format(level))
     if "reached" in panel:
         reached(axis, whole, panel["reached"])
     for note in panel.get("notes", []):
-        values = [of.first(whole, where) for where in note.get("where", [])]
+        values = [panel_data.first(whole, where) for where in note.get("where", [])]
         if None not in values:
             style.note(axis, note["text"].format(*values), tuple(note["at"]), note.get("align", "left"))
     if panel.get("named"):
@@ -137,7 +139,7 @@ AT_LEVEL = {"xycoords": ("axes fraction", "data")}
 
 def reached(axis: Axes, table: pd.DataFrame, how: dict[str, Any]) -> None:
     """What each system reaches under a cap, by the paper, as a mark on the cap."""
-    printed = of.select(table, {"lane": "published", "metric": how["metric"]})
+    printed = panel_data.select(table, {"lane": "published", "metric": how["metric"]})
     for each in printed[printed["number"].notna()].drop_duplicates("series").itertuples():
         axis.plot([each.number], [how["level"]], **look(each.series, "published", {}))
         left = each.number < how["turn"]

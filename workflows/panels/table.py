@@ -23,7 +23,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from workflows import registry
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 
 LINE, PAD = 0.165, 0.13  # inches of a line, and between rows
@@ -43,7 +43,7 @@ def unfolded(table: pd.DataFrame, panel: dict[str, Any]) -> dict[str, Any]:
     if "pivot" not in panel:
         return panel
     down, across = panel["pivot"]["down"], panel["pivot"]["across"]
-    mine = of.select(table, panel.get("where"))
+    mine = panel_data.select(table, panel.get("where"))
     columns = [{"head": panel["pivot"]["head"], "text": f"{{{down}}}", "wrap": panel["pivot"].get("first", 22)}]
     for name in dict.fromkeys(mine[across]):
         units = set(mine.loc[mine[across] == name, "unit"]) - {"", "text"}
@@ -57,7 +57,7 @@ def cells(table: pd.DataFrame, panel: dict[str, Any]) -> list[list[Cell]]:
     """The body: of every row its cells."""
     rows = panel["rows"]
     if isinstance(rows, dict):
-        found = of.select(table, rows.get("where"))
+        found = panel_data.select(table, rows.get("where"))
         rows = [{rows["by"]: name} for name in dict.fromkeys(found[rows["by"]])]
     out, before = [], {}
     for row in ({**panel.get("words", {}), **row} for row in rows):
@@ -78,7 +78,7 @@ def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Ce
         return Cell(column["text"].format(**row), bold=True)
     if "each" in column:
         return Cell(each(table, column, row))
-    found = of.select(table, filled(column["select"], row))
+    found = panel_data.select(table, filled(column["select"], row))
     if found.empty:
         return Cell(column.get("none", "not stated"), style.FAINT)
     value, number = found.iloc[0]["value"], found.iloc[0]["number"]
@@ -86,7 +86,7 @@ def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Ce
     if pd.isna(number):
         return Cell(value + behind(table, column, row) + unit)
     shown = column.get("form", "{:g}").format(number) + unit
-    printed = of.first(table, filled(column["against"], row)) if "against" in column else None
+    printed = panel_data.first(table, filled(column["against"], row)) if "against" in column else None
     colour = style.INK
     if printed is not None:
         lane = found.iloc[0]["lane"]
@@ -111,20 +111,20 @@ def behind(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> 
     """Further lines of a cell, where their selectors find something that says more than "fits"."""
     lines = []
     for more in column.get("behind", []):
-        found = of.select(table, filled(more["select"], row))["value"]
+        found = panel_data.select(table, filled(more["select"], row))["value"]
         if len(found) and found.iloc[0] != "fits":
-            number = of.numeric(found.iloc[0])
+            number = panel_data.numeric(found.iloc[0])
             lines.append("\n" + more["form"].format(found.iloc[0] if number is None else number))
     return "".join(lines)
 
 
 def each(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
     """A line for each x value of the rows that fit."""
-    found = of.select(table, filled(column["each"], row))
+    found = panel_data.select(table, filled(column["each"], row))
     lines = []
     for x in sorted(set(found["x_value"]), key=float):
         here = found[found["x_value"] == x]
-        values = {name: of.first(here, {"metric": metric}) for name, metric in column["also"].items()}
+        values = {name: panel_data.first(here, {"metric": metric}) for name, metric in column["also"].items()}
         if None not in values.values():
             lines.append(column["form"].format(x=x, **values))
     return "\n".join(lines) or column.get("none", "not measured")

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from workflows.panels import data as of
+from workflows.panels import data as panel_data
 from workflows.panels import style
 
 BEGIN = "begin (s)"
@@ -19,9 +19,13 @@ BEGIN = "begin (s)"
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
     """A bar a task; (task, lane) of what was drawn."""
-    table = of.select(table, panel.get("where"))
+    table = panel_data.select(table, panel.get("where"))
     table = table[table["number"].notna() & table["x_name"].eq(BEGIN)]
-    rows = [(lane, series) for lane in of.lanes_of(table) for series in of.ordered(table["series"], panel["order"])]
+    rows = [
+        (lane, series)
+        for lane in panel_data.lanes_of(table)
+        for series in panel_data.ordered(table["series"], panel["order"])
+    ]
     rows = [row for row in rows if ((table["lane"] == row[0]) & (table["series"] == row[1])).any()]
     drawn = []
     for line, (lane, series) in enumerate(rows):

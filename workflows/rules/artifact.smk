@@ -3,20 +3,22 @@
 
 rule artifact:
     input:
-        KNOWN.drawn(KNOWN.built),
-        expand(f"{DERIVED}/modelled/{{paper}}.csv", paper=KNOWN.papers),
-        expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.with_table),
+        workflow_config.drawn(workflow_config.built),
+        expand(f"{DERIVED}/modelled/{{paper}}.csv", paper=workflow_config.papers),
+        expand(
+            f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=workflow_config.with_table
+        ),
         f"{DERIVED}/claims.csv",
         f"{FIGURES}/index.html",
     output:
-        KNOWN.artifact,
+        workflow_config.artifact,
     log:
         f"{DERIVED}/logs/artifact.log",
     conda:
         "../envs/memascend.yaml"
     params:
-        config=json.dumps(KNOWN.config),
-        commit=lambda w: KNOWN.commit,
+        config=json.dumps(workflow_config.config),
+        commit=lambda w: workflow_config.commit,
     shell:
         "python -m workflows.artifact.bundle --config {params.config:q} --out {output} 2>&1 | tee {log}"
 
@@ -29,6 +31,6 @@ rule:
     conda:
         "../envs/memascend.yaml"
     params:
-        bundle=lambda w: KNOWN.bundle,
+        bundle=lambda w: workflow_config.bundle,
     shell:
         "python -m workflows.artifact.verify {params.bundle:q} 2>&1 | tee {log}"

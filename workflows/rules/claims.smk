@@ -3,12 +3,14 @@
 
 rule claims_table:
     input:
-        said=KNOWN.said("claims.yaml"),
+        said=workflow_config.said("claims.yaml"),
         tolerances=[
             "workflows/papers/tolerances.yaml",
             "workflows/papers/tolerance-history.csv",
         ],
-        tables=expand(f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=KNOWN.claimed),
+        tables=expand(
+            f"{DERIVED}/exhibits/{{exhibit}}.csv", exhibit=workflow_config.claimed
+        ),
     output:
         table=f"{DERIVED}/claims.csv",
     log:
@@ -17,6 +19,6 @@ rule claims_table:
         "../envs/memascend.yaml"
     params:
         tables=lambda w, input: os.path.dirname(input.tables[0]),
-        code=KNOWN.code("workflows.derive.claims"),
+        code=workflow_config.code("workflows.derive.claims"),
     shell:
         "python -IS workflows/derive/draw_client.py claims --tables {params.tables} --out {output.table} > {log} 2>&1"

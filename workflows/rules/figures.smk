@@ -10,35 +10,35 @@ rule modelled:
     conda:
         "../envs/memascend.yaml"
     params:
-        code=lambda w: KNOWN.models(w.paper),
+        code=lambda w: workflow_config.models(w.paper),
     shell:
         "python -IS workflows/derive/draw_client.py table --modelled-lane-of {wildcards.paper} --out {output.table} > {log} 2>&1"
 
 
 rule figure:
     input:
-        records=lambda w: KNOWN.records_of(w.exhibit),
-        modelled=lambda w: KNOWN.modelled_of(w.exhibit),
-        published=lambda w: KNOWN.published_of(w.exhibit),
-        reference=lambda w: KNOWN.reference_of(w.exhibit),
+        records=lambda w: workflow_config.records_of(w.exhibit),
+        modelled=lambda w: workflow_config.modelled_of(w.exhibit),
+        published=lambda w: workflow_config.published_of(w.exhibit),
+        reference=lambda w: workflow_config.reference_of(w.exhibit),
     output:
         table=f"{DERIVED}/exhibits/{{exhibit}}.csv",
         runs=f"{DERIVED}/runs/{{exhibit}}.csv",
         svg=report(
             f"{FIGURES}/{{exhibit}}.svg",
             caption="../report/exhibit.rst",
-            category=lambda w: KNOWN.paper_of(w.exhibit),
-            labels=lambda w: KNOWN.report_labels(w.exhibit),
+            category=lambda w: workflow_config.paper_of(w.exhibit),
+            labels=lambda w: workflow_config.report_labels(w.exhibit),
         ),
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
     log:
         f"{DERIVED}/logs/{{exhibit}}.log",
     wildcard_constraints:
-        exhibit="|".join(KNOWN.with_table),
+        exhibit="|".join(workflow_config.with_table),
     conda:
         "../envs/memascend.yaml"
     params:
-        published=KNOWN.published,
+        published=workflow_config.published,
         figures=lambda w, output: os.path.dirname(output.svg),
         modelled=lambda w, input: (
             f"--modelled {input.modelled}" if input.modelled else ""
@@ -46,9 +46,9 @@ rule figure:
         reference=lambda w, input: (
             f"--reference {input.reference}" if input.reference else ""
         ),
-        code=lambda w: KNOWN.derives(w.exhibit),
-        title=lambda w: KNOWN.entries[w.exhibit]["title"],
-        caption=lambda w: KNOWN.caption(w.exhibit),
+        code=lambda w: workflow_config.derives(w.exhibit),
+        title=lambda w: workflow_config.entries[w.exhibit]["title"],
+        caption=lambda w: workflow_config.caption(w.exhibit),
     shell:
         "python -IS workflows/derive/draw_client.py table --exhibit {wildcards.exhibit} --published {params.published}"
         " {params.modelled} {params.reference} --records {input.records} --out {output.table}"
@@ -61,21 +61,23 @@ rule drawing:
         svg=report(
             f"{FIGURES}/{{exhibit}}.svg",
             caption="../report/exhibit.rst",
-            category=lambda w: KNOWN.paper_of(w.exhibit),
-            labels=lambda w: KNOWN.report_labels(w.exhibit),
+            category=lambda w: workflow_config.paper_of(w.exhibit),
+            labels=lambda w: workflow_config.report_labels(w.exhibit),
         ),
         others=multiext(f"{FIGURES}/{{exhibit}}", ".pdf", ".png", ".csv", ".md"),
     log:
         f"{DERIVED}/logs/{{exhibit}}.log",
     wildcard_constraints:
-        exhibit="|".join(sorted({*KNOWN.built} - {*KNOWN.with_table})),
+        exhibit="|".join(
+            sorted({*workflow_config.built} - {*workflow_config.with_table})
+        ),
     conda:
         "../envs/memascend.yaml"
     params:
         figures=lambda w, output: os.path.dirname(output.svg),
-        code=lambda w: KNOWN.draws(w.exhibit),
-        title=lambda w: KNOWN.entries[w.exhibit]["title"],
-        caption=lambda w: KNOWN.caption(w.exhibit),
+        code=lambda w: workflow_config.draws(w.exhibit),
+        title=lambda w: workflow_config.entries[w.exhibit]["title"],
+        caption=lambda w: workflow_config.caption(w.exhibit),
     shell:
         "python -IS workflows/derive/draw_client.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
@@ -83,13 +85,17 @@ rule drawing:
 # One job writes all pages: each shows its neighbours and what claims say.
 rule report_pages:
     input:
-        captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=KNOWN.built),
-        runs=expand(f"{DERIVED}/runs/{{exhibit}}.csv", exhibit=KNOWN.with_table),
-        records=KNOWN.all_records(KNOWN.built),
+        captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=workflow_config.built),
+        runs=expand(
+            f"{DERIVED}/runs/{{exhibit}}.csv", exhibit=workflow_config.with_table
+        ),
+        records=workflow_config.all_records(workflow_config.built),
         claims=f"{DERIVED}/claims.csv",
-        against=KNOWN.against,
-        said=KNOWN.said("exhibits.yaml", "claims.yaml", "errata.yaml", "paper.yaml"),
-        site=KNOWN.site_sources,
+        against=workflow_config.against,
+        said=workflow_config.said(
+            "exhibits.yaml", "claims.yaml", "errata.yaml", "paper.yaml"
+        ),
+        site=workflow_config.site_sources,
     output:
         pages=expand(f"{FIGURES}/{{page}}.html", page=("index", "claims", "errata")),
         assets=expand(
@@ -107,9 +113,9 @@ rule report_pages:
         figures=lambda w, output: os.path.dirname(output.pages[0]),
         runs=lambda w, input: os.path.dirname(input.runs[0]),
         raw=lambda w, input: os.path.dirname(input.records[0]),
-        profile=KNOWN.config["profile"],
+        profile=workflow_config.config["profile"],
         against=lambda w, input: (f"--against {input.against}" if input.against else ""),
-        code=KNOWN.code("workflows.derive.report"),
+        code=workflow_config.code("workflows.derive.report"),
     shell:
         "python -IS workflows/derive/draw_client.py report --claims {input.claims} --runs {params.runs} --records {params.raw}"
         " --profile {params.profile} --figures {params.figures} {params.against} > {log} 2>&1"

@@ -6,21 +6,21 @@
 # Memory runs on one machine. Their processes are forked from a server, and no benchmark of this job would see them.
 rule forked_record:
     input:
-        interpreters=lambda w: KNOWN.interpreters(w.run_id),
+        interpreters=lambda w: workflow_config.interpreters(w.run_id),
     output:
         record=f"{RAW}/{{run_id}}.json",
     log:
         f"{RAW}/logs/{{run_id}}.log",
     wildcard_constraints:
-        run_id=KNOWN.not_sampled,
+        run_id=workflow_config.not_sampled,
     conda:
         "../envs/memascend.yaml"
-    threads: lambda w: KNOWN.threads(w.run_id, cores())
+    threads: lambda w: workflow_config.threads(w.run_id, cores())
     resources:
-        **KNOWN.resources,
+        **workflow_config.resources,
     params:
-        command=lambda w: KNOWN.command(w.run_id),
-        code=lambda w: KNOWN.measures(w.run_id),
+        command=lambda w: workflow_config.command(w.run_id),
+        code=lambda w: workflow_config.measures(w.run_id),
     shell:
         "({params.command}) > {log} 2>&1"
 
@@ -45,7 +45,7 @@ rule flagship:
         "../envs/memascend.yaml"
     threads: lambda w: cores()
     params:
-        lock=KNOWN.lock,
+        lock=workflow_config.lock,
     shell:
         "flock {params.lock} python -m workflows.run.flagship --states int8 --out {output.record} > {log} 2>&1"
 

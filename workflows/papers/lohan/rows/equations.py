@@ -18,16 +18,16 @@ from memascend.baselines.lohan.equations import (
     policy_bytes,
 )
 from workflows.cases import Row
-from workflows.papers.lohan.rows import settings as own
+from workflows.papers.lohan.rows import settings
 
-shown = own.shown
+shown = settings.shown
 
 SWAPPED = "swapped activations (GB)"
 ROOMS = (0, 100, 200)  # GiB of main memory for activations
 
 
 def rows() -> Iterator[Row]:
-    n = own.net("13B", 48)
+    n = settings.net("13B", 48)
     volumes = [n.between_blocks + share * (n.all_activations - n.between_blocks) / 40 for share in range(41)]
     yield from times(n, volumes)
     yield from recomputation(n, volumes)
@@ -42,7 +42,7 @@ def point(exhibit: str, series: str, metric: str, swapped: float, value: float, 
 
 def times(n: Net, volumes: list[float]) -> Iterator[Row]:
     for swapped in volumes:
-        r = own.rates()
+        r = settings.rates()
         ahead, back = forward_terms(n, r, swapped), backward_terms(n, r, swapped)
         whole = {"T_f": max(ahead.values()), "T_b": max(back.values()), "T_iter": iteration_s(n, r, swapped)}
         for exhibit, terms in (("lohan-eq01", whole), ("lohan-eq02", ahead), ("lohan-eq05", back)):
@@ -51,7 +51,7 @@ def times(n: Net, volumes: list[float]) -> Iterator[Row]:
         for room in ROOMS:
             series = f"MEM_avail = {room} GiB"
             yield point("lohan-eq03", series, "on SSDs", swapped, on_ssd(swapped, room * GIB) / 1e9, "GB")
-            known = max(forward_terms(n, own.rates(room=room * GIB), swapped).values())
+            known = max(forward_terms(n, settings.rates(room=room * GIB), swapped).values())
             yield point("lohan-eq04", series, "time", swapped, known, "s")
 
 
@@ -73,9 +73,9 @@ def recomputation(n: Net, volumes: list[float]) -> Iterator[Row]:
 
 def volumes_of_fig_9b() -> Iterator[Row]:
     """The iteration over the swapped volume at four batches, the predicted optimum, and the case it makes."""
-    r = own.rates()
+    r = settings.rates()
     for batch in (24, 36, 48, 60):
-        n = own.net("13B", batch)
+        n = settings.net("13B", batch)
         step = (n.all_activations - n.between_blocks) / 30
         cells = {"series": f"bsz={batch}", "model": "13B"}
         chosen = best(n, r)
@@ -84,7 +84,7 @@ def volumes_of_fig_9b() -> Iterator[Row]:
             yield shown("lohan-fig09b", "iteration time", iteration_s(n, r, swapped), "s", "Eq. 1", **cells, x=x)
         seconds, x = iteration_s(n, r, chosen), (SWAPPED, chosen / 1e9)
         yield shown("lohan-fig09b", "predicted optimum", seconds, "s", "all prefixes", **cells, x=x)
-        found = {case(n, own.rates(room=room * GIB)) for room in (0, 100, 200, 400)}
+        found = {case(n, settings.rates(room=room * GIB)) for room in (0, 100, 200, 400)}
         cells = {"series": "LoHan", "model": "13B", "x": ("batch_size", batch)}
         value = found.pop() if len(found) == 1 else 0
         yield shown("lohan-fig09b", "case", value, "", "for MEM_avail of 0, 100, 200 and 400 GiB alike", **cells)
@@ -95,12 +95,12 @@ def volumes_of_fig_9b() -> Iterator[Row]:
 
 def policies() -> Iterator[Row]:
     """70B at the batches of Table V; main memory for activations is assumed."""
-    share, found = own.PAPER.value("memory_for_activations"), {}
-    for (printed, memory), batch in own.published("lohan-tab05", "batch_size").items():
+    share, found = settings.PAPER.value("memory_for_activations"), {}
+    for (printed, memory), batch in settings.published("lohan-tab05", "batch_size").items():
         policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # as the figure's legend calls it
         cells = {"series": policy, "model": "70B", "x": ("main_memory_GB", memory)}
-        known: Rates = own.rates(room=share * int(memory) * GIB)
-        n = own.net("70B", int(batch) if batch != "Failed" else 24)
+        known: Rates = settings.rates(room=share * int(memory) * GIB)
+        n = settings.net("70B", int(batch) if batch != "Failed" else 24)
         swapped = policy_bytes(policy, n, known) if batch != "Failed" else None
         value = "Failed" if swapped is None else n.tokens / iteration_s(n, known, swapped)
         found[policy, memory] = value

@@ -9,9 +9,9 @@ from memascend.simulator import SimulationResult
 from memascend.simulator.trace import Event
 from workflows.cases import Row
 from workflows.paper_models import block_of, spans
-from workflows.papers.lohan.rows import settings as own
+from workflows.papers.lohan.rows import settings
 
-shown = own.shown
+shown = settings.shown
 
 SIZE, BATCH = "13B", 32
 SERVERS = {"pcie0.down": "PCIe_M2G", "pcie0.up": "PCIe_G2M", "ssd": "PCIe_SSD"}
@@ -21,28 +21,30 @@ SWAPPED = 34e9  # Fig. 1c
 
 
 def rows() -> Iterator[Row]:
-    yield from simulated("lohan-fig01a", own.ZERO)
-    yield from simulated("lohan-fig01c", own.LOHAN)
+    yield from simulated("lohan-fig01a", settings.ZERO)
+    yield from simulated("lohan-fig01c", settings.LOHAN)
     yield from formulas()
     yield from g10()
     yield from by_equations()
     for exhibit, series in (("lohan-fig03a", "LoHan Naive"), ("lohan-fig03b", "LoHan Optimized")):
-        yield from by_tensor(exhibit, own.step(series, "four blocks", BATCH).simulated, series)
+        yield from by_tensor(exhibit, settings.step(series, "four blocks", BATCH).simulated, series)
 
 
 def simulated(exhibit: str, series: str) -> Iterator[Row]:
     """Seconds of the stages, how long each link is busy in them, and the stages on each resource over time."""
-    made = own.step(series, SIZE, BATCH)
+    made = settings.step(series, SIZE, BATCH)
     for phase in made.phases:
         cells = {"series": series, "model": SIZE, "x": ("stage", phase.name)}
-        yield shown(exhibit, "stage_time", phase.seconds, "s", f"{own.SIMULATED}, mostly {phase.bottleneck}", **cells)
+        yield shown(
+            exhibit, "stage_time", phase.seconds, "s", f"{settings.SIMULATED}, mostly {phase.bottleneck}", **cells
+        )
         served = made.simulated.served_s[phase.name]
         for server, name in SERVERS.items():
             busy = 100 * served.get(server, 0.0) / phase.seconds
-            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{own.SIMULATED}: busy over stage", **cells)
-            yield shown(exhibit, f"{name}_time", served.get(server, 0.0), "s", f"{own.SIMULATED}: busy", **cells)
+            yield shown(exhibit, f"{name}_utilisation", busy, "%", f"{settings.SIMULATED}: busy over stage", **cells)
+            yield shown(exhibit, f"{name}_time", served.get(server, 0.0), "s", f"{settings.SIMULATED}: busy", **cells)
     lines = spans(made.simulated.events, lambda e: (LINES[e.resource], e.phase) if e.resource in LINES else None)
-    yield from own.PAPER.bars(exhibit, lines, model=SIZE)
+    yield from settings.PAPER.bars(exhibit, lines, model=SIZE)
 
 
 def by_tensor(exhibit: str, simulated: SimulationResult, series: str) -> Iterator[Row]:
@@ -59,16 +61,22 @@ def by_tensor(exhibit: str, simulated: SimulationResult, series: str) -> Iterato
 
     lines = spans(simulated.events, named)
     begun = min(begin for begin, _ in lines.values())
-    yield from own.PAPER.bars(exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE)
+    yield from settings.PAPER.bars(
+        exhibit, {bar: [at - begun for at in span] for bar, span in lines.items()}, model=SIZE
+    )
     begin, end = dict(simulated.phases())["backward"]
-    yield shown(exhibit, "backward", end - begin, "s", own.SIMULATED, series=series, model="four blocks of 13B")
+    yield shown(exhibit, "backward", end - begin, "s", settings.SIMULATED, series=series, model="four blocks of 13B")
 
 
 def formulas() -> Iterator[Row]:
     """What follows from the paper alone: sizes of Tables II and IV, 21 GiB/s, 5.96 s, and its printed stage times."""
-    n, r = own.net(SIZE, BATCH), own.rates()
+    n, r = settings.net(SIZE, BATCH), settings.rates()
     again = n.block_flops / r.gpu
-    cells, exhibit, inside = {"series": own.ZERO, "model": SIZE}, "lohan-fig01a", n.all_activations - n.between_blocks
+    cells, exhibit, inside = (
+        {"series": settings.ZERO, "model": SIZE},
+        "lohan-fig01a",
+        n.all_activations - n.between_blocks,
+    )
     sizes = {
         "activation_offloaded": (n.between_blocks / 1e9, "GB", "2 s b h L"),
         "inter_block_activation": (n.between_blocks / GIB, "GiB", "2 s b h L"),
@@ -94,7 +102,7 @@ def formulas() -> Iterator[Row]:
 
 def printed_s() -> dict[str, float]:
     """Stages of Fig. 1a: what shares are of."""
-    return {stage: float(value) for (_, stage), value in own.published("lohan-fig01a", "stage_time").items()}
+    return {stage: float(value) for (_, stage), value in settings.published("lohan-fig01a", "stage_time").items()}
 
 
 def g10() -> Iterator[Row]:
@@ -103,9 +111,9 @@ def g10() -> Iterator[Row]:
     The GPU's optimizer reads and writes each of 14 bytes per parameter once. Where it overlaps with the backward,
     gradients stay on the GPU: 2 P of weights, 12 P of states and the activations go to it, 14 P come back.
     """
-    n, r = own.net(SIZE, BATCH), own.rates()
+    n, r = settings.net(SIZE, BATCH), settings.rates()
     states, weights = 14 * n.parameters, 2 * n.parameters
-    forward, update = n.forward_flops / r.gpu, 2 * states / (1e9 * own.PAPER.value("gpu_memory_gb_per_s"))
+    forward, update = n.forward_flops / r.gpu, 2 * states / (1e9 * settings.PAPER.value("gpu_memory_gb_per_s"))
     moved = {  # stage -> (to the GPU, from it, seconds of the GPU)
         "forward": (weights, n.all_activations, forward),
         "backward": (weights + n.all_activations, weights, 2 * forward),
@@ -114,14 +122,14 @@ def g10() -> Iterator[Row]:
     }
     for stage, (down, up, gpu) in moved.items():
         seconds = max(down / r.link, up / r.link, gpu)
-        cells = {"series": own.G10, "model": SIZE, "x": ("stages in one" if " and " in stage else "stage", stage)}
+        cells = {"series": settings.G10, "model": SIZE, "x": ("stages in one" if " and " in stage else "stage", stage)}
         source = "longest of GPU and link, 21 GiB/s each way"
         yield shown("lohan-fig01b", "stage_time", seconds, "s", source, **cells)
         of_gpu = "FLOP / THP_G; 28 P bytes of the GPU's memory in the optimizer"
         yield shown("lohan-fig01b", "gpu_compute_time", gpu, "s", of_gpu, **cells)
         for name, nbytes in (("PCIe_U2G", down), ("PCIe_G2U", up)):
             yield shown("lohan-fig01b", f"{name}_utilisation", 100 * nbytes / r.link / seconds, "%", source, **cells)
-    cells, seconds = {"series": own.G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
+    cells, seconds = {"series": settings.G10, "model": SIZE, "x": ("batch_size", BATCH)}, n.all_activations / r.link
     yield shown("lohan-fig01b", "activation_volume", n.all_activations / GIB, "GiB", "34 s b h L", **cells)
     yield shown("lohan-fig01b", "activation_transfer_time", seconds, "s", "34 s b h L / BW_G", **cells)
     again = n.recomputed_flops(n.all_activations) / r.gpu
@@ -132,16 +140,16 @@ def g10() -> Iterator[Row]:
 
 def by_equations() -> Iterator[Row]:
     """Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
-    n, r = own.net(SIZE, BATCH), own.rates()
+    n, r = settings.net(SIZE, BATCH), settings.rates()
     for stage, terms in (("forward", forward_terms(n, r, SWAPPED)), ("backward", backward_terms(n, r, SWAPPED))):
-        cells = {"series": own.BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}
-        yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", own.EQUATIONS, **cells)
+        cells = {"series": settings.BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}
+        yield shown("lohan-fig01c", "stage_time", max(terms.values()), "s", settings.EQUATIONS, **cells)
         busy = {"PCIe_M2G": "memory to GPU", "PCIe_G2M": "GPU to memory", "PCIe_SSD": "SSD"}
         for name, term in busy.items():
             share = 100 * terms[term] / max(terms.values())
-            yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", own.EQUATIONS, **cells)
-    batch = {"series": own.BY_EQUATIONS, "model": SIZE, "x": ("batch_size", BATCH)}
-    again = n.recomputed_flops(SWAPPED) / own.PAPER.value("gpu_throughput")
+            yield shown("lohan-fig01c", f"{name}_utilisation", share, "%", settings.EQUATIONS, **cells)
+    batch = {"series": settings.BY_EQUATIONS, "model": SIZE, "x": ("batch_size", BATCH)}
+    again = n.recomputed_flops(SWAPPED) / settings.PAPER.value("gpu_throughput")
     yield shown("lohan-fig01c", "gpu_recompute_time", again, "s", "Eq. 7 at 34 GB / THP_G", **batch)
     yield shown("lohan-fig01c", "activation_offload_time", SWAPPED / r.link, "s", "34 GB / BW_G", **batch)
     for ending, chosen in (("", algorithm_1(n, r)), (", released", released(n, r))):

@@ -16,9 +16,9 @@ from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.options import Stack
 from memascend.planner.workload import papers
 from workflows.cases import Row
-from workflows.papers.lohan.rows import settings as own
+from workflows.papers.lohan.rows import settings
 
-shown = own.shown
+shown = settings.shown
 
 MEMORY_GB = (128, 256, 384, 512, 640, 768)
 PLANNED = "memascend.planner: host buffers; of the GPU 4 blocks and one block's activations"
@@ -27,23 +27,23 @@ BATCHES = (12, 24, 36, 60)
 
 
 def rows() -> Iterator[Row]:
-    for model in own.TABLE_IV:
-        n = own.net(model, 1)
+    for model in settings.TABLE_IV:
+        n = settings.net(model, 1)
         cells = {"model": model, "series": "12 L h² + V h"}
         yield shown("lohan-tab04", "parameters (10⁹)", n.parameters / 1e9, "", "12 L h^2 + V h", **cells)
-    for model, (layers, hidden) in own.DITS.items():
+    for model, (layers, hidden) in settings.DITS.items():
         n = DiT(layers=layers, hidden=hidden, batch=1)
         cells = {"model": model, "series": "18 L h²"}
         yield shown("lohan-tab06", "parameters (10⁹)", n.parameters / 1e9, "", "18 L h^2", **cells)
-    yield from by_memory("lohan-fig02a", (own.ZERO,), 24, own.T4090)
+    yield from by_memory("lohan-fig02a", (settings.ZERO,), 24, settings.T4090)
     n = 24 * GIB / 16 / 1e9
     for memory in MEMORY_GB:
         cells = {"series": "FlashNeuron", "x": ("main_memory_GB", memory)}
         yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes per parameter", **cells)
-    yield from by_memory("lohan-fig06a", (own.ZERO, own.OFFLOAD, own.LOHAN), 24, own.T4090)
-    yield from by_memory("lohan-fig06b", (own.ZERO, own.OFFLOAD, own.LOHAN), 16, own.T4080)
+    yield from by_memory("lohan-fig06a", (settings.ZERO, settings.OFFLOAD, settings.LOHAN), 24, settings.T4090)
+    yield from by_memory("lohan-fig06b", (settings.ZERO, settings.OFFLOAD, settings.LOHAN), 16, settings.T4080)
     ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}
-    sizes = [own.billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (own.LOHAN, own.ZERO)]
+    sizes = [settings.billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (settings.LOHAN, settings.ZERO)]
     yield shown("lohan-fig06a", "model_size_ratio", sizes[0] / sizes[1], "x", PLANNED, **ratio)
     for exhibit, memory in (("lohan-fig08a", 128), ("lohan-fig08b", 256)):
         yield from with_activations(exhibit, memory)
@@ -54,15 +54,15 @@ def rows() -> Iterator[Row]:
 def needed() -> Iterator[Row]:
     """What the introduction says of 100B and 175B, and the largest model of ZeRO-Infinity on four GPUs."""
     sixteen = "Table II: 4 P + 8 P + 2 P + 2 P"
-    for model, parameters in (("100B", 100e9), ("175B", own.net("175B", 1).parameters)):
+    for model, parameters in (("100B", 100e9), ("175B", settings.net("175B", 1).parameters)):
         cells = {"series": "Table II", "model": model}
         yield shown("lohan-fig02a", "model states", 16 * parameters / 1e12, "TB", sixteen, **cells)
-    cells, source = {"series": own.ZERO, "model": "175B"}, "memascend.planner: host buffers, batch 1"
-    yield shown("lohan-fig02a", "main memory needed", host_bytes(own.ZERO, "175B") / 1e12, "TB", source, **cells)
-    found = largest(lambda model: fits(own.ZERO, model, 768, 24, gpus=4))
-    cells = {"series": own.ZERO, "testbed": own.T4X, "x": ("num_GPUs", 4)}
+    cells, source = {"series": settings.ZERO, "model": "175B"}, "memascend.planner: host buffers, batch 1"
+    yield shown("lohan-fig02a", "main memory needed", host_bytes(settings.ZERO, "175B") / 1e12, "TB", source, **cells)
+    found = largest(lambda model: fits(settings.ZERO, model, 768, 24, gpus=4))
+    cells = {"series": settings.ZERO, "testbed": settings.T4X, "x": ("num_GPUs", 4)}
     source = f"{PLANNED}, of four processes at batch 1 each, 768 GiB"
-    yield shown("lohan-fig11d", "max_trainable_model", own.billions(found), "B", source, **cells)
+    yield shown("lohan-fig11d", "max_trainable_model", settings.billions(found), "B", source, **cells)
 
 
 def batches_of_policies() -> Iterator[Row]:
@@ -75,8 +75,10 @@ def batches_of_policies() -> Iterator[Row]:
         for memory in (128, 256, 512):
 
             def fitting(batch: int, to_ssds: bool = to_ssds, memory: int = memory) -> bool:
-                held = host_bytes(own.LOHAN, "70B", batch) + (0 if to_ssds else own.net("70B", batch).between_blocks)
-                return held <= memory * GIB and own.on_gpu("70B", batch, 24)
+                held = host_bytes(settings.LOHAN, "70B", batch) + (
+                    0 if to_ssds else settings.net("70B", batch).between_blocks
+                )
+                return held <= memory * GIB and settings.on_gpu("70B", batch, 24)
 
             most = max((batch for batch in range(8, 129, 8) if fitting(batch)), default=0)
             cells = {"series": policy.replace("LoHan+ZeRO", "LoHan+DS"), "model": "70B"}
@@ -87,8 +89,8 @@ def batches_of_policies() -> Iterator[Row]:
 
 def largest(fitting: Callable[[str], bool]) -> str | None:
     """The last model of Table IV that fits, by bisection."""
-    count = bisect_left(own.TABLE_IV, True, key=lambda model: not fitting(model))
-    return own.TABLE_IV[count - 1] if count else None
+    count = bisect_left(settings.TABLE_IV, True, key=lambda model: not fitting(model))
+    return settings.TABLE_IV[count - 1] if count else None
 
 
 @cache
@@ -99,9 +101,9 @@ def host_bytes(series: str, model: str, batch: int = 1, gpus: int = 1) -> int:
 
 def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
     """With PyTorch's own cross-entropy, which has all logits on the GPU."""
-    system, arm = own.ARMS[series]
+    system, arm = settings.ARMS[series]
     work = {"dtype": "bf16", "context": 1024, "batch": batch, "ranks": gpus, "stack": Stack(loss="plain")}
-    return papers(Workload(spec=own.PAPER.spec(model), system=system, arm=arm, **work))
+    return papers(Workload(spec=settings.PAPER.spec(model), system=system, arm=arm, **work))
 
 
 def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int = 24) -> int:
@@ -109,16 +111,16 @@ def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int 
     output matrix, and Fig. 5a has 13B at batch 128. A baseline's by DeepSpeed's plan of the GPU, with them."""
 
     def fitting(batch: int) -> bool:
-        if series == own.LOHAN:
-            return own.on_gpu(model, batch, gpu_gib)
+        if series == settings.LOHAN:
+            return settings.on_gpu(model, batch, gpu_gib)
         return gpu_memory(workload(series, model, batch)).device_bytes <= gpu_gib * GIB
 
-    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= own.MEMORY_GB * GIB)
+    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= settings.MEMORY_GB * GIB)
     return max(held, default=0)
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:
-    return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and own.on_gpu(model, batch, gpu_gib)
+    return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and settings.on_gpu(model, batch, gpu_gib)
 
 
 def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str) -> Iterator[Row]:
@@ -127,19 +129,19 @@ def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str
         for memory in MEMORY_GB:
             found = largest(lambda model, s=series, gb=memory: fits(s, model, gb, gpu_gib))
             cells = {"series": series, "x": ("main_memory_GB", memory), "testbed": testbed}
-            yield shown(exhibit, "max_trainable_model", own.billions(found), "B", PLANNED, **cells)
+            yield shown(exhibit, "max_trainable_model", settings.billions(found), "B", PLANNED, **cells)
 
 
 def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
     """What lies between blocks, the least that may leave the GPU, on the SSDs or within what main memory has for it."""
-    room = own.PAPER.value("memory_for_activations") * memory_gb * GIB
+    room = settings.PAPER.value("memory_for_activations") * memory_gb * GIB
     for batch in BATCHES:
         for series in ("LoHan Optimized", CPU_ONLY):
 
             def fitting(model: str, series: str = series, batch: int = batch) -> bool:
-                held = fits(own.LOHAN, model, memory_gb, 24, batch)
-                return held and (series != CPU_ONLY or own.net(model, batch).between_blocks <= room)
+                held = fits(settings.LOHAN, model, memory_gb, 24, batch)
+                return held and (series != CPU_ONLY or settings.net(model, batch).between_blocks <= room)
 
             cells = {"series": series, "x": ("batch_size", batch)}
             source = f"{PLANNED}; LoHan+CpuAct: 2 s b h L within half of main memory"
-            yield shown(exhibit, "max_trainable_model", own.billions(largest(fitting)), "B", source, **cells)
+            yield shown(exhibit, "max_trainable_model", settings.billions(largest(fitting)), "B", source, **cells)

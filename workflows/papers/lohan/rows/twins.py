@@ -15,7 +15,7 @@ from typing import Any
 from memascend.simulator.trace import Event
 from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
 from workflows.paper_models import spans
-from workflows.papers.lohan.rows import settings as own
+from workflows.papers.lohan.rows import settings
 from workflows.papers.lohan.rows.fig01 import LINES
 from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
 from workflows.records import predicted_steps
@@ -26,20 +26,20 @@ TOKENS = 12
 FASTEST = 500_000_000  # B/s of a path that stands for twelve SSDs
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
 TURNS = {
-    ("zero_infinity", "as_published"): own.ZERO,
+    ("zero_infinity", "as_published"): settings.ZERO,
     ("zero_infinity", "today"): "DeepSpeed 0.19.8",
     ("zero_infinity", "today_pipelined"): "DeepSpeed 0.19.8, pipelined",
     ("memascend", "memascend"): "MemAscend",
-    ("zero_offload", "today"): own.OFFLOAD,
+    ("zero_offload", "today"): settings.OFFLOAD,
     **{("lohan", arm): series for arm, series in ARMS.items()},
-    ("lohan", "as_published"): own.LOHAN,
+    ("lohan", "as_published"): settings.LOHAN,
 }
 # What is different between two that follow one another.
 PARTS = {
     "runtime": ("DeepSpeed 0.19.8, pipelined", "LoHan+ZeRO"),
     "gradients used as they come": ("LoHan+ZeRO", "LoHan Naive"),
     "stages overlapped": ("LoHan Naive", "LoHan Optimized"),
-    "less computed again": ("LoHan Optimized", own.LOHAN),
+    "less computed again": ("LoHan Optimized", settings.LOHAN),
 }
 FIG_3 = {"naive": "lohan-fig03a", "optimized": "lohan-fig03b"}
 
@@ -81,9 +81,9 @@ def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
         for batch, found in steps.items():
             at = {"model": record["model"], "testbed": place, "x": ("batch_size", batch)}
             for series, seconds in found.items():
-                if series != own.LOHAN:
-                    ratio = ratio_by_rounds(seconds, found[own.LOHAN])
-                    more = {**at, "series": f"{own.LOHAN} / {series}"}
+                if series != settings.LOHAN:
+                    ratio = ratio_by_rounds(seconds, found[settings.LOHAN])
+                    more = {**at, "series": f"{settings.LOHAN} / {series}"}
                     yield of_record(record, "lohan-fig05a", "throughput_ratio" + OF_TWIN, ratio, "x", **more)
             for part, (slow, fast) in PARTS.items() if batch == min(steps) else ():
                 less = median(a - b for a, b in zip(found[slow], found[fast], strict=True))
@@ -120,19 +120,22 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     ssd = (median(mine["read"]) + median(mine["written"])) / record["options"]["path_rate"]
     cells = {"series": "device / SSD", "x": ("batch_size", batch)}
     yield shown(record, exhibit, "ratio of seconds" + OF_TWIN, device / ssd, "x", **cells)
-    simulated = own.step("LoHan Optimized", "13B", batch)
+    simulated = settings.step("LoHan Optimized", "13B", batch)
     aim = simulated.of_resource("GPU products") / simulated.of_resource("SSD")
-    yield own.shown(exhibit, "ratio of seconds", aim, "x", own.SIMULATED, model="13B", **cells)
+    yield settings.shown(exhibit, "ratio of seconds", aim, "x", settings.SIMULATED, model="13B", **cells)
 
 
 def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     """Fast-DiT is the module in memory, at the batch that the GPU of the original holds."""
     layers, hidden = map(int, record["options"]["model"].removeprefix("dit:").split("x")[:2])
-    name = next((name for name, size in own.DITS.items() if size == (layers, hidden)), None)
+    name = next((name for name, size in settings.DITS.items() if size == (layers, hidden)), None)
     if name is None:
         return
     place = f"{record['host']['name']}/DiT-k{record['options']['twin']}"
-    ways = {own.LOHAN: ("optimized", int(own.PAPER.value("dit_batch"))), "Fast-DiT": ("memory", most_in_memory(name))}
+    ways = {
+        settings.LOHAN: ("optimized", int(settings.PAPER.value("dit_batch"))),
+        "Fast-DiT": ("memory", most_in_memory(name)),
+    }
     for series, (way, batch) in ways.items():
         if (point := points.get((batch, way))) is not None:
             speed = batch / median(point["seconds"])
@@ -144,7 +147,7 @@ def together(drives: int) -> float:
     """GB/s of so many SSDs that read as much as they write, as paths of twins stand for them: each as fast as its data
     sheet, up to the rate of twelve."""
     ways = ("read", "write")
-    whole, one = ([own.PAPER.value(f"{of}ssd_{way}_gb_per_s") for way in ways] for of in ("", "one_"))
+    whole, one = ([settings.PAPER.value(f"{of}ssd_{way}_gb_per_s") for way in ways] for of in ("", "one_"))
     return 2 / sum(1 / min(most, drives * each) for most, each in zip(whole, one, strict=True))
 
 

@@ -17,19 +17,19 @@ from memascend.planner.footprint import DEVICE_PEAK, GIB, PEAK, checkpoint_bytes
 from memascend.planner.gpu_memory import STACKS, gpu_memory
 from workflows import tidy
 from workflows.cases import Case, Planned, Row, in_bytes, largest_under, of_case
-from workflows.papers.memascend.rows import settings as own
+from workflows.papers.memascend.rows import settings
 from workflows.records import Run
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
-shown = own.PAPER.shown
+shown = settings.PAPER.shown
 CHECKPOINTS = "activation checkpoints in system memory"
 HYPOTHESIS = "peak system memory, hypothesis H1"
-LONGEST, LARGEST = own.CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the last ones
+LONGEST, LARGEST = settings.CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the last ones
 # Grids that the averages of Fig. 16 might be over (erratum M8); the paper states none.
 GRIDS = {
-    "every 4096": tuple(own.CONTEXTS),
-    "4096 and every 8192": (own.CONTEXT, *range(2 * own.CONTEXT, LONGEST + 1, 2 * own.CONTEXT)),
-    "powers of two": tuple(own.CONTEXT << i for i in range(6)),
+    "every 4096": tuple(settings.CONTEXTS),
+    "4096 and every 8192": (settings.CONTEXT, *range(2 * settings.CONTEXT, LONGEST + 1, 2 * settings.CONTEXT)),
+    "powers of two": tuple(settings.CONTEXT << i for i in range(6)),
 }
 SUBFIGURES = dict(zip(tidy.DENSE, "abcd", strict=True))
 # (checkpointing, attention, loss) of a measured point -> the stack of Fig. 2.
@@ -53,17 +53,17 @@ class Point:
 def planned() -> Iterator[Row]:
     yield from planned_stacks()
     contexts, sizes = (curves("qwen2.5-7b", name, values) for name, values in axes("qwen2.5-7b"))
-    yield from drawn("memascend-fig09", contexts, own.AT_CONTEXT)
+    yield from drawn("memascend-fig09", contexts, settings.AT_CONTEXT)
     yield from reached("memascend-fig09", contexts)
-    yield from drawn("memascend-fig10", sizes, own.AT_BATCH)
+    yield from drawn("memascend-fig10", sizes, settings.AT_BATCH)
     yield from reached("memascend-fig10", sizes)
-    for model in own.DENSE:
+    for model in settings.DENSE:
         contexts, sizes = (curves(model, name, values) for name, values in axes(model))
         at = {"subfigure": SUBFIGURES[model_spec(model).display]}
-        yield from drawn("memascend-fig16", contexts, own.AT_CONTEXT, **at)
+        yield from drawn("memascend-fig16", contexts, settings.AT_CONTEXT, **at)
         yield from averages("memascend-fig16", contexts, **at)
         yield smallest_reduction("memascend-fig16", contexts, **at)
-        yield from drawn("memascend-fig17", sizes, own.AT_BATCH, **at)
+        yield from drawn("memascend-fig17", sizes, settings.AT_BATCH, **at)
         yield smallest_reduction("memascend-fig17", sizes, **at)
     yield from planned_fig18()
     yield from equation_1()
@@ -72,12 +72,12 @@ def planned() -> Iterator[Row]:
 def equation_1() -> Iterator[Row]:
     """The formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator makes of it (P_m)."""
     exhibit, spec = "memascend-eq01", model_spec("qwen2.5-7b")
-    for context in own.CONTEXTS:
-        at = {"x": (own.AT_CONTEXT, context)}
-        stored = own.GPUS * context * spec.layers * spec.hidden * 2
+    for context in settings.CONTEXTS:
+        at = {"x": (settings.AT_CONTEXT, context)}
+        stored = settings.GPUS * context * spec.layers * spec.hidden * 2
         cells = {"model": spec.display, "series": "Equation 1 without P_m"} | at
         yield shown(exhibit, CHECKPOINTS, stored / GIB, "GiB", "Ng B C L H F16", **cells)
-        for case in own.pair("qwen2.5-7b", own.C1, ranks=own.GPUS):
+        for case in settings.pair("qwen2.5-7b", settings.C1, ranks=settings.GPUS):
             reserved = checkpoint_bytes(replace(case.made.work, context=context))
             yield of_case(exhibit, case, CHECKPOINTS, reserved / GIB, "GiB", "what the allocator reserves", **at)
             added = 100 * (reserved - stored) / stored
@@ -85,15 +85,15 @@ def equation_1() -> Iterator[Row]:
 
 
 def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:
-    return (own.AT_CONTEXT, own.CONTEXTS), (own.AT_BATCH, own.batches(model))
+    return (settings.AT_CONTEXT, settings.CONTEXTS), (settings.AT_BATCH, settings.batches(model))
 
 
-def curves(model: str, x_name: str, values: Iterable[int], testbed: str = own.C1) -> list[Point]:
+def curves(model: str, x_name: str, values: Iterable[int], testbed: str = settings.C1) -> list[Point]:
     """Both systems at each context (batch 1) or batch (context 4096): the plan, and the checkpoints of Eq. 1."""
     out = []
     for x in values:
-        for case in own.pair(model, testbed, ranks=own.GPUS):
-            tokens = x if x_name == own.AT_CONTEXT else own.CONTEXT * x
+        for case in settings.pair(model, testbed, ranks=settings.GPUS):
+            tokens = x if x_name == settings.AT_CONTEXT else settings.CONTEXT * x
             stored = checkpoint_bytes(replace(case.made.work, context=tokens))
             out.append(Point(x=x, case=case, peak_bytes=case.peak_bytes + stored))
     return out
@@ -111,9 +111,9 @@ def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
         metric, unit, limit = ("largest batch", "sequences", LARGEST)
     sizes = []
     for p in points:
-        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * own.PROCESS_GIB
+        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * settings.PROCESS_GIB
         sizes.append((p.case, p.x, p.peak_bytes * p.case.k**2 / GIB + beside))
-    yield from largest_under(exhibit, metric, unit, sizes, own.CAPS_GIB, limit)
+    yield from largest_under(exhibit, metric, unit, sizes, settings.CAPS_GIB, limit)
     if exhibit == "memascend-fig09":
         yield from growth(exhibit, points)
 
@@ -126,7 +126,7 @@ def growth(exhibit: str, points: list[Point]) -> Iterator[Row]:
         first, last = mine[0], mine[-1]
         case = first.case
         if isinstance(case, Planned):
-            gpus, layers, hidden = own.GPUS, case.made.work.spec.layers, case.made.work.spec.hidden
+            gpus, layers, hidden = settings.GPUS, case.made.work.spec.layers, case.made.work.spec.hidden
         else:
             config = case.record["twin"]["config"]
             gpus, layers, hidden = case.record["gpus"], config["num_hidden_layers"], config["hidden_size"]
@@ -161,8 +161,8 @@ def planned_fig18() -> Iterator[Row]:
     """The formula of the dense models, and beside it hypothesis H1: expert matrices stay in pinned host memory."""
     exhibit, resident = "memascend-fig18", resident_experts()
     formula = "the same, and each rank's share of every expert matrix in a pinned power of two"
-    for subfigure, (x_name, values) in zip("ab", axes(own.MOE), strict=True):
-        points = curves(own.MOE, x_name, values, own.C3)
+    for subfigure, (x_name, values) in zip("ab", axes(settings.MOE), strict=True):
+        points = curves(settings.MOE, x_name, values, settings.C3)
         yield from drawn(exhibit, points, x_name, subfigure=subfigure)
         for p in points:
             at = {"x": (x_name, p.x), "subfigure": subfigure}
@@ -174,8 +174,8 @@ def resident_experts() -> int:
 
     Both systems: such tensors go to PyTorch's allocator in MemAscend too.
     """
-    experts = [tensor for tensor in model_spec(own.MOE).tensors() if ".experts." in tensor.name]
-    return sum(own.GPUS * (1 << (-(-2 * tensor.numel // own.GPUS) - 1).bit_length()) for tensor in experts)
+    experts = [tensor for tensor in model_spec(settings.MOE).tensors() if ".experts." in tensor.name]
+    return sum(settings.GPUS * (1 << (-(-2 * tensor.numel // settings.GPUS) - 1).bit_length()) for tensor in experts)
 
 
 def planned_stacks() -> Iterator[Row]:
@@ -184,7 +184,7 @@ def planned_stacks() -> Iterator[Row]:
     for context in (512, 32_768):
         for label, stack in STACKS.items():
             made = gpu_memory(Workload(spec=spec, system="zero_infinity", stack=stack, batch=4, context=context))
-            cells = {"series": label, "model": spec.display, "x": (own.AT_CONTEXT, context)}
+            cells = {"series": label, "model": spec.display, "x": (settings.AT_CONTEXT, context)}
             for metric, nbytes in {DEVICE_PEAK: made.device_bytes, **made.components()}.items():
                 yield shown("memascend-fig02", metric, nbytes / GIB, "GiB", "memascend.planner.gpu_memory", **cells)
 
@@ -203,13 +203,13 @@ def measured(runs: list[Run]) -> Iterator[Row]:
 def exhibits_of(run: Run) -> Iterator[tuple[str, str, str]]:
     """(exhibit, x axis, subfigure) that a sweep of this model is drawn in."""
     if run.model == "Qwen3-30B-A3B":
-        yield from (("memascend-fig18", own.AT_CONTEXT, "a"), ("memascend-fig18", own.AT_BATCH, "b"))
+        yield from (("memascend-fig18", settings.AT_CONTEXT, "a"), ("memascend-fig18", settings.AT_BATCH, "b"))
         return
     if run.model == "Qwen2.5-7B":
-        yield from (("memascend-fig09", own.AT_CONTEXT, ""), ("memascend-fig10", own.AT_BATCH, ""))
+        yield from (("memascend-fig09", settings.AT_CONTEXT, ""), ("memascend-fig10", settings.AT_BATCH, ""))
     if run.model in SUBFIGURES:
         at = SUBFIGURES[run.model]
-        yield from (("memascend-fig16", own.AT_CONTEXT, at), ("memascend-fig17", own.AT_BATCH, at))
+        yield from (("memascend-fig16", settings.AT_CONTEXT, at), ("memascend-fig17", settings.AT_BATCH, at))
 
 
 def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
@@ -217,9 +217,9 @@ def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
     out = {}
     for point in run.record["points"]:
         context, batch = point["sequence"] * run.k, point["batch"] * run.record["ranks"] / run.record["gpus"]
-        if x_name == own.AT_CONTEXT and batch == 1:
+        if x_name == settings.AT_CONTEXT and batch == 1:
             out[context] = point
-        if x_name == own.AT_BATCH and context == own.CONTEXT:
+        if x_name == settings.AT_BATCH and context == settings.CONTEXT:
             out[int(batch)] = point
     return out
 
@@ -242,7 +242,11 @@ def measured_stacks(run: Run) -> Iterator[Row]:
     for point in run.record["points"]:
         context = point["sequence"] * run.k
         series = STACK_NAMES[tuple(point["stack"][name] for name in ("checkpointing", "attention", "loss"))]
-        at = {"x": (own.AT_CONTEXT, context), "series": series, "subfigure": "a" if context < own.CONTEXT else "b"}
+        at = {
+            "x": (settings.AT_CONTEXT, context),
+            "series": series,
+            "subfigure": "a" if context < settings.CONTEXT else "b",
+        }
         yield from in_bytes(exhibit, run, DEVICE_PEAK, point["memory"]["device_peak_bytes"], **at)
         yield of_case(exhibit, run, "batch size", point["batch"], "sequences", **at)
 

@@ -21,11 +21,11 @@ from memascend.planner.workload import papers
 from memascend.systems import arrangement
 from workflows.cases import Row
 from workflows.paper_models import assumption, machine
-from workflows.papers.memascend.rows import settings as own
+from workflows.papers.memascend.rows import settings
 
-shown = own.PAPER.shown
+shown = settings.PAPER.shown
 BF16 = "MemAscend + bf16 optimizer"
-CONFIGURATIONS = {"C1": (own.C1, own.GPUS), "C2": (own.C2, 1)}
+CONFIGURATIONS = {"C1": (settings.C1, settings.GPUS), "C2": (settings.C2, 1)}
 # Tables IV and VI: model -> batches of configuration 1, of configuration 2.
 CELLS = {
     "llama3.1-8b": {"C1": (8, 80), "C2": (8, 20)},
@@ -34,8 +34,8 @@ CELLS = {
     "qwen2.5-32b": {"C1": (8, 48), "C2": (4, 8)},
 }
 # Exhibits with times, and the testbed of the first of them.
-TIMED = {"memascend-fig10": own.C1, "memascend-fig17": own.C1, "memascend-fig18": own.C3}
-TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), own.C1)
+TIMED = {"memascend-fig10": settings.C1, "memascend-fig17": settings.C1, "memascend-fig18": settings.C3}
+TIMED |= dict.fromkeys(("memascend-tab04", "memascend-tab06"), settings.C1)
 IMPROVEMENT = "throughput improvement"
 # Table -> (series, slower arm, faster arm); arms as keyword arguments of Workload.
 TABLES = {
@@ -53,18 +53,26 @@ TABLES = {
 
 
 def rows() -> Iterator[Row]:
-    yield from throughput("memascend-fig10", "qwen2.5-7b", own.AT_BATCH, own.batches("qwen2.5-7b"), own.C1)
-    for subfigure, model in zip("abcd", own.DENSE, strict=True):
-        yield from throughput("memascend-fig17", model, own.AT_BATCH, own.batches(model), own.C1, subfigure)
-    yield from throughput("memascend-fig18", own.MOE, own.AT_CONTEXT, list(own.CONTEXTS), own.C3, "a")
-    yield from throughput("memascend-fig18", own.MOE, own.AT_BATCH, own.batches(own.MOE), own.C3, "b")
+    yield from throughput(
+        "memascend-fig10", "qwen2.5-7b", settings.AT_BATCH, settings.batches("qwen2.5-7b"), settings.C1
+    )
+    for subfigure, model in zip("abcd", settings.DENSE, strict=True):
+        yield from throughput(
+            "memascend-fig17", model, settings.AT_BATCH, settings.batches(model), settings.C1, subfigure
+        )
+    yield from throughput(
+        "memascend-fig18", settings.MOE, settings.AT_CONTEXT, list(settings.CONTEXTS), settings.C3, "a"
+    )
+    yield from throughput(
+        "memascend-fig18", settings.MOE, settings.AT_BATCH, settings.batches(settings.MOE), settings.C3, "b"
+    )
     yield from fig20()
     for exhibit in TABLES:
         yield from improvements(exhibit)
     yield from section_iii_c()
     for exhibit, testbed in TIMED.items():
         yield from (assumption(exhibit, testbed, each) for each in CALIBRATIONS)
-    yield from own.PAPER.assumptions()
+    yield from settings.PAPER.assumptions()
 
 
 @cache
@@ -74,8 +82,8 @@ def seconds(
     """A step; with `whole_chain` the milliseconds of III-C are those of each rank, not divided among the ranks."""
     work = Workload(spec=model_spec(model), ranks=ranks, batch=batch, context=context, **arm)
     known = Calibrations()
-    if testbed == own.C2:
-        known = replace(known, ssd_efficiency=own.PAPER.value("configuration_2_ssd_efficiency"))
+    if testbed == settings.C2:
+        known = replace(known, ssd_efficiency=settings.PAPER.value("configuration_2_ssd_efficiency"))
     if whole_chain:
         known = replace(known, chain_seconds_per_element=ranks * known.chain_seconds_per_element)
     return step_time(papers(work), machine(testbed), calibrations=known)
@@ -88,13 +96,13 @@ def throughput(
     for system in ("zero_infinity", "memascend"):
         label, found = arrangement(system).label, {}
         for x in values:
-            batch, context = (1, x) if x_name == own.AT_CONTEXT else (x, own.CONTEXT)
-            step = seconds(model, testbed, own.GPUS, batch, context, system=system)
+            batch, context = (1, x) if x_name == settings.AT_CONTEXT else (x, settings.CONTEXT)
+            step = seconds(model, testbed, settings.GPUS, batch, context, system=system)
             source = f"memascend.planner.step_time: {step.seconds:.3g} s per step, mostly {step.bottleneck}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
             yield shown(exhibit, "throughput", step.tokens_per_second, "tokens/s", source, **cells, x=(x_name, x))
             found[x] = step.tokens_per_second
-        if x_name == own.AT_BATCH:
+        if x_name == settings.AT_BATCH:
             exponent = math.log(found[values[-1]] / found[values[0]]) / math.log(values[-1] / values[0])
             source = f"logarithm of the gain over that of the batches, {values[0]} to {values[-1]}"
             cells = {"series": label, "model": model_spec(model).display, "testbed": testbed, "subfigure": subfigure}
@@ -102,10 +110,10 @@ def throughput(
 
 
 def fig20() -> Iterator[Row]:
-    for model in own.DENSE:
+    for model in settings.DENSE:
         spec = model_spec(model)
         for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):
-            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=own.GPUS)
+            work = Workload(spec=spec, system="memascend", dtype="bf16", states=states, ranks=settings.GPUS)
             volume = io_volume(papers(work)).total_bytes
             cells = {"series": series, "model": spec.display}
             source = f"memascend.planner.step, {states} states"
@@ -124,11 +132,11 @@ def improvements(exhibit: str) -> Iterator[Row]:
             mine = []
             for batch in per_configuration[name]:
                 before, after = (
-                    seconds(model, testbed, ranks, batch, own.CONTEXT, **arm).seconds for arm in (slower, faster)
+                    seconds(model, testbed, ranks, batch, settings.CONTEXT, **arm).seconds for arm in (slower, faster)
                 )
                 mine.append(100 * (before / after - 1))
                 cells = {"series": f"{series}, {name}", "model": model_spec(model).display, "testbed": testbed}
-                yield shown(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells, x=(own.AT_BATCH, batch))
+                yield shown(exhibit, IMPROVEMENT, mine[-1], "%", source, **cells, x=(settings.AT_BATCH, batch))
             shrinking.append(mine[0] - mine[-1])
             percents += mine
         named = {"smallest": min(percents), "average": sum(percents) / len(percents), "largest": max(percents)}
@@ -147,7 +155,7 @@ def section_iii_c() -> Iterator[Row]:
     model, (testbed, ranks) = "llama3.1-8b", CONFIGURATIONS["C1"]
     series, slower, faster = TABLES["memascend-tab04"]
     for whole, ending in ((True, ""), (False, ", check halved")):
-        made = seconds(model, testbed, ranks, 8, own.CONTEXT, whole_chain=whole, **slower)
+        made = seconds(model, testbed, ranks, 8, settings.CONTEXT, whole_chain=whole, **slower)
         check = next(phase.seconds for phase in made.phases if phase.name == "overflow check")
         source = f"memascend.planner.step_time: {check:.4g} of {made.seconds:.4g} s; erratum M5"
         cells = {"series": arrangement("zero_infinity").label, "model": model_spec(model).display, "testbed": testbed}
@@ -156,8 +164,8 @@ def section_iii_c() -> Iterator[Row]:
     source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1), the check not halved; erratum M5"
     for name, batches_of in CELLS.items():
         for batch in batches_of["C1"]:
-            before = seconds(name, testbed, ranks, batch, own.CONTEXT, whole_chain=True, **slower).seconds
-            after = seconds(name, testbed, ranks, batch, own.CONTEXT, **faster).seconds
+            before = seconds(name, testbed, ranks, batch, settings.CONTEXT, whole_chain=True, **slower).seconds
+            after = seconds(name, testbed, ranks, batch, settings.CONTEXT, **faster).seconds
             cells = {"series": f"{series}, C1, check not halved", "model": model_spec(name).display}
-            cells |= {"testbed": testbed, "x": (own.AT_BATCH, batch)}
+            cells |= {"testbed": testbed, "x": (settings.AT_BATCH, batch)}
             yield shown("memascend-tab04", IMPROVEMENT, 100 * (before / after - 1), "%", source, **cells)
