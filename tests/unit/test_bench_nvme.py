@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memascend.bench import nvme_target
-from memascend.bench.command import _in_memory
+from memascend.bench.arguments import in_memory_note
 from memascend.bench.nvme_sizes import SizeOptions
 from memascend.cli import main
 
@@ -93,5 +93,5 @@ def test_what_is_no_folder_and_what_is_no_disk_are_said(tmp_path, capsys):
     for path in (tmp_path / "nowhere", tmp_path / "file"):
         assert main(["bench", "nvme", "--folder", str(path)]) == 2
         assert capsys.readouterr().err.startswith(f"memascend: error: --folder {path} is not a folder: create it first")
-    assert _in_memory(Path("/dev/shm")) == ["/dev/shm (tmpfs) is in memory: these are not a drive's rates"]
-    assert _in_memory(Path("/proc")) == []
+    assert in_memory_note(Path("/dev/shm")) == ["/dev/shm (tmpfs) is in memory: these are not a drive's rates"]
+    assert in_memory_note(Path("/proc")) == []

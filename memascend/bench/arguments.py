@@ -1,0 +1,54 @@
+"""What the parts of `memascend bench` share: how options are read, and a spread shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+Count = Callable[[str], int]
+
+
+LARGEST_AMOUNT = 2**63  # a size in the kernel's words
+
+
+def counts(option: str, text: str, count: Count) -> list[int]:
+    try:
+        return [count(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def amounts_of(option: str, text: str, unit: str, other: str = "") -> list[int]:
+    """Elements or bytes: beyond what a count may be, since tensors are; 3e7 is 30000000."""
+    amounts = []
+    for part in text.split(","):
+        amount = float(part) if re.fullmatch(r"\d+(\.\d+)?e\d+", part) else int(part) if part.isdecimal() else 0
+        if not 0 < amount < LARGEST_AMOUNT or amount != int(amount):
+            raise ValueError(
+                f"{option}: {part!r} is not a number of {unit}: use comma-separated numbers above zero, such as "
+                f"1e6{other}"
+            )
+        amounts.append(int(amount))
+    return amounts
+
+
+def show(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+def require_folder(folder: Path, option: str = "--folder") -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{option} {folder} is not a folder: create it first, on the drive to measure")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {folder} cannot be written: make it writable, or name another on that drive")
+
+
+def in_memory_note(folder: Path) -> list[str]:
+    """A line where there is no disk below the folder."""
+    from memascend.doctor.checks import IN_MEMORY, file_system
+
+    kind = file_system(folder.resolve())
+    return [f"{folder} ({kind}) is in memory: these are not a drive's rates"] if kind in IN_MEMORY else []
