@@ -40,40 +40,23 @@ from memascend.storage.completion import Completion, RequestCancelled
 from memascend.storage.errors import StorageError
 from memascend.storage.group_placement import GroupPlacement
 from memascend.storage.key_queue import KeyQueue
+from memascend.storage.path_attempts import PathAttempts, PathTransfer
 from memascend.storage.path_failures import HANG_S, PathFailures
 from memascend.storage.path_probing import PathProber
 from memascend.storage.placement import Rates
 from memascend.storage.space_reservation import reserve
 from memascend.storage.storage_path import (
-    Attempt,
     Busy,
     PathReport,
     StoragePath,
     named,
     no_path_takes,
-    nothing_ends,
     observe,
 )
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
 
 __all__ = ["MultiPathTier", "PathReport", "StoragePath"]
-
-
-class _Transfer(Completion):
-    """One read or write of a key, over as many attempts as it takes."""
-
-    def __init__(self, what: str, on_cancel: Callable[[_Transfer], bool]) -> None:
-        super().__init__(what)
-        self._on_cancel = on_cancel
-        self._cancelled = False
-        self._attempt: Attempt | None = None
-
-    def cancel(self) -> bool:
-        if self._done:
-            return False
-        self._cancelled = True
-        return self._on_cancel(self)
 
 
 class MultiPathTier(TierBase):
@@ -114,6 +97,7 @@ class MultiPathTier(TierBase):
         self._busy = Busy()
         self._written_in_pass = 0
         self._failures = PathFailures(self._paths, self._groups, self._busy, self._lock, hang_s)
+        self._attempts = PathAttempts(self._failures, self._busy, self._lock)
         self._idle = PathProber(self._measured_again, hang_s)
         self.moves = 0  # tensors that were written to another path than before
 
@@ -322,7 +306,7 @@ class MultiPathTier(TierBase):
 
     def _begin(self, verb: str, key: str, tensor: torch.Tensor, offset: int, priority: int) -> Completion:
         """With the lock held. Raises StorageError where a write is the key's next and finds no room on any path."""
-        transfer = _Transfer(f"{verb} of '{key}'", self._cancel)
+        transfer = PathTransfer(f"{verb} of '{key}'", self._cancel)
         write = verb == "write"
         refused: list[BaseException] = []
 
@@ -364,7 +348,7 @@ class MultiPathTier(TierBase):
 
     def _write_once(
         self,
-        transfer: _Transfer,
+        transfer: PathTransfer,
         key: str,
         tensor: torch.Tensor,
         offset: int,
@@ -405,7 +389,7 @@ class MultiPathTier(TierBase):
                 end(error)
 
         try:
-            self._attempt(transfer, path, True, tensor.nbytes, submit, ended, now=refused is not None)
+            self._attempts.begin(transfer, path, True, tensor.nbytes, submit, ended, now=refused is not None)
         except StorageError as error:  # no room, within the call
             self._failures.take_out(path, error, of_write=True)
             self._write_once(transfer, key, tensor, offset, priority, {**tried, path: error}, refused, end)
@@ -417,7 +401,7 @@ class MultiPathTier(TierBase):
 
     def _read_once(
         self,
-        transfer: _Transfer,
+        transfer: PathTransfer,
         key: str,
         tensor: torch.Tensor,
         offset: int,
@@ -448,79 +432,9 @@ class MultiPathTier(TierBase):
                 end(named(error, key))
 
         try:
-            self._attempt(transfer, path, False, tensor.nbytes, submit, ended, now=False)
+            self._attempts.begin(transfer, path, False, tensor.nbytes, submit, ended, now=False)
         except (StorageError, RuntimeError, ValueError) as error:
             end(error)
-
-    def _attempt(
-        self,
-        transfer: _Transfer,
-        path: StoragePath,
-        write: bool,
-        nbytes: int,
-        submit: Callable[[], Completion],
-        ended: Callable[[BaseException | None], None],
-        *,
-        now: bool,
-    ) -> None:
-        """One transfer on one path, through its lock. With `now`, raises what `submit` raises if it is called here."""
-        attempt = Attempt(path, write, ended)
-        here = threading.get_ident()
-        raised: list[BaseException] = []
-
-        def begin() -> None:
-            stopped: BaseException | None = None
-            with self._lock:
-                if transfer._cancelled:
-                    stopped = RequestCancelled(f"{transfer._what} was cancelled")
-                elif path.hanging:
-                    stopped = nothing_ends(path, self._failures.hang_s)
-                else:
-                    path.under_way[attempt] = time.monotonic()
-                    self._busy.begin(write)
-                    self._failures.watch()
-            if stopped is not None:
-                path.lock.leave()
-                ended(stopped)
-                return
-            try:
-                attempt.inner = submit()
-            except BaseException as error:
-                self._over(attempt, 0)
-                if now and threading.get_ident() == here and not transfer._done and begun_here:
-                    raised.append(error)
-                else:
-                    ended(error)
-                return
-            attempt.inner.add_done_callback(over)
-            if transfer._cancelled:
-                attempt.inner.cancel()
-
-        def over(inner: Completion) -> None:
-            error = inner.error()
-            if self._over(attempt, nbytes if error is None else 0):
-                ended(error)
-
-        transfer._attempt = attempt
-        begun_here = True
-        path.lock.enter(begin)
-        begun_here = False
-        if raised:
-            raise raised[0]
-
-    def _over(self, attempt: Attempt, nbytes: int) -> bool:
-        """False: it was given up before, and its end is nobody's."""
-        with self._lock:
-            path = attempt.path
-            path.under_way.pop(attempt, None)
-            path.last_end = time.monotonic()
-            if attempt.over:  # late: it hung for a time, and what is read there can be read again
-                path.hanging = any(each.over for each in path.under_way)
-                return False
-            attempt.over = True
-            self._busy.end(attempt.write, nbytes)
-        path.lock.leave()
-        return True
 
     def _written(self, key: str, path: StoragePath, offset: int) -> None:
         """In the key's turn: `path` has it, and who had it before gives its room back."""
@@ -541,7 +455,7 @@ class MultiPathTier(TierBase):
         with contextlib.suppress(OSError, RuntimeError):  # a path that is gone keeps what it has
             path.tier.erase(key)
 
-    def _cancel(self, transfer: _Transfer) -> bool:
+    def _cancel(self, transfer: PathTransfer) -> bool:
         attempt = transfer._attempt
         if attempt is None or attempt.inner is None:
             return True  # before its turn: it ends when that comes

@@ -1,0 +1,189 @@
+"""What the tiers over the two engines have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from memascend.storage.completion import Completion
+from memascend.storage.direct_engine import room_for
+from memascend.storage.engine import StorageEngine
+from memascend.storage.engine_requests import Requests, Transfer
+from memascend.storage.interrupts import whole
+from memascend.storage.key_queue import KeyQueue, Turn
+from memascend.storage.tier import Transferred
+from memascend.storage.tier_base import TierBase, require_memory
+
+
+class EngineTier(TierBase):
+    """What tiers over the engines have in common."""
+
+    def __init__(self, place: str, engines: Sequence[StorageEngine], *, ordered: bool) -> None:
+        """`place` for messages; `ordered`: the engine orders the transfers of a key itself."""
+        super().__init__(place)
+        self._all = [Requests(engine) for engine in engines]
+        self._queue = None if ordered else KeyQueue()
+        self._broken: set[str] = set()  # the last write failed or was cancelled
+
+    # -- what an engine does -------------------------------------------------------------------------------------------
+
+    def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        raise NotImplementedError
+
+    def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        raise NotImplementedError
+
+    def _forget(self, key: str) -> None:
+        raise NotImplementedError
+
+    def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
+        """With the lock held, before a tensor of `nbytes` takes the place of one of `before`. Raises StorageError."""
+
+    def _free_room(self, nbytes: int) -> None:
+        """With the lock held, after a tensor is gone."""
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    @whole
+    def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            if offset:
+                self._require_part(key, tensor.nbytes, offset)
+            before = self._sizes.get(key)
+            if not offset and before != tensor.nbytes:
+                self._make_room(key, tensor.nbytes, before)
+                self._sizes[key] = tensor.nbytes
+            try:
+                return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority))
+            except BaseException:
+                if not offset:
+                    self._forget_size(key)
+                raise
+
+    @whole
+    def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        require_memory(key, tensor)
+        with self._lock:
+            self._require_open()
+            self._require_readable(key, tensor.nbytes, offset)
+            return self._begin("read", key, lambda: self._submit_read(key, tensor, offset, priority))
+
+    @whole
+    def erase(self, key: str) -> bool:
+        with self._lock:
+            if self._left is not None:
+                return False
+            self._require_open()
+            if key not in self._sizes:
+                return False
+            self._forget_size(key)
+            if (queue := self._queue) is None:
+                self._forget(key)
+                return True
+
+            def forget() -> None:
+                try:
+                    self._forget(key)
+                finally:
+                    queue.leave(key, turn)
+
+            turn = queue.enter(key, True, forget)
+        if turn.begun:
+            forget()
+        else:
+            self._watch()
+        return True
+
+    def reserve(self, more_bytes: int) -> None:
+        self._require_open()
+
+    def register(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def unregister(self, tensor: torch.Tensor) -> None:
+        pass
+
+    @property
+    def free_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def transferred(self) -> Transferred:
+        self._require_open()
+        counted = [requests.engine.statistics for requests in self._all]
+        return Transferred(
+            sum(each.bytes_read for each in counted),
+            sum(each.bytes_written for each in counted),
+            sum(each.reading_s for each in counted),
+            sum(each.writing_s for each in counted),
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tensors, rounded up to the units that they take."""
+        with self._lock:
+            return sum(room_for([size]) for size in self._sizes.values())
+
+    def _release(self) -> None:
+        for requests in self._all:
+            requests.close()
+
+    def progress(self) -> object:
+        return [requests.progress() for requests in self._all]
+
+    def _leave(self) -> None:
+        for requests in self._all:
+            requests.leave()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _forget_size(self, key: str) -> None:
+        size = self._sizes.pop(key, None)
+        self._broken.discard(key)
+        if size is not None:
+            self._free_room(size)
+
+    def _requests_for(self, verb: str) -> Requests:
+        return self._all[0]
+
+    def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
+        """With the lock held. Raises what `submit` raises, where the key is free."""
+        turn: Turn | None = None
+        queue = self._queue
+
+        def at_end(error: BaseException | None) -> None:
+            self._at_end(verb, key, transfer, error)
+            if queue is not None and turn is not None:
+                queue.leave(key, turn)
+
+        requests = self._requests_for(verb)
+        transfer = Transfer(f"{verb} of '{key}'", requests, at_end)
+        if queue is not None:
+            turn = queue.enter(key, verb == "write", lambda: transfer.begin(submit))
+        self._pending.add(transfer)
+        if turn is not None and not turn.begun:
+            self._watch()
+            return transfer
+        try:
+            requests.submit(transfer, submit)
+        except BaseException:
+            self._pending.discard(transfer)
+            if queue is not None and turn is not None:
+                queue.leave(key, turn)
+            raise
+        return transfer
+
+    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
+        with self._lock:
+            if verb == "write" and error is not None:
+                self._broken.add(key)
+            elif verb == "write":
+                self._broken.discard(key)
+            self._ended(transfer, error)
+
+    def _watch(self) -> None:
+        for requests in self._all:
+            requests.watch()
