@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,8 +28,10 @@ from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
 from memascend.activation.saved import ActivationError, InMemory, Region, View, known_identity, span_of
 from memascend.activation.staged import StagedTier
+from memascend.activation.surroundings import calls_itself, device_in_use, free_device_bytes
 from memascend.activation.sweep import Sweep
 from memascend.activation.transfer import has_streams
+from memascend.activation.weights import KnownWeights
 from memascend.activation_policy import KEEP, OFFLOAD
 from memascend.memory.pinned import Allocator
 from memascend.storage.completion import Completion
@@ -85,7 +84,7 @@ class ActivationCache:
         # How many bytes of the next forward pass are offloaded; with amount="auto" decided anew after each.
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
         self.record: Record | None = None  # of the last whole forward pass
-        self._device = torch.device(self.options.device).type if self.options.device else _device_in_use()
+        self._device = torch.device(self.options.device).type if self.options.device else device_in_use()
         if self._device != "cpu" and has_streams(self._device):
             self.tier = StagedTier(tier, allocator)
         elif self._device != "cpu":
@@ -103,9 +102,7 @@ class ActivationCache:
         self._let_go: deque[Gone] = deque()  # views that are gone, perhaps since our own lock was taken
         self._local = threading.local()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-        # Storages of parameters and buffers, by the outermost module that ran; an address may be used again.
-        self._weights: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, weakref.ref[torch.Tensor]]]
-        self._weights = weakref.WeakKeyDictionary()
+        self._weights = KnownWeights()
         self._counts = CacheStatistics()
         self._read_ahead_bytes = 0
         self._resident = self._peak = 0
@@ -173,7 +170,7 @@ class ActivationCache:
             return
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise RuntimeError(REFUSES_COMPILE)
-        if stack and stack[0] is module and not _calls_itself(module):
+        if stack and stack[0] is module and not calls_itself(module):
             stack.clear()  # its last pass was left by Ctrl-C, of which torch tells no hook
         if not stack:
             self._local.record, self._local.sweep = Record(), Sweep()
@@ -181,7 +178,7 @@ class ActivationCache:
                 self._names[module] = {id(part): name for name, part in module.named_modules()}
             self._local.names = self._names[module]
             with self._lock:
-                self._weights[module] = _weights_of(module)
+                self._weights.note(module)
         # Read here: inside an operator, where tensors are packed, autocast is off.
         self._local.autocast = torch.is_autocast_enabled(self._device)
         stack.append(module)
@@ -210,7 +207,7 @@ class ActivationCache:
             if self._policies is not None:
                 return
             plan = next_plan(
-                record, self.options.amount, self.tier.transferred.write_bytes_per_s, _free_device_bytes(self._device)
+                record, self.options.amount, self.tier.transferred.write_bytes_per_s, free_device_bytes(self._device)
             )
             if plan.reason and "declined" not in self._warned:
                 self._warned.add("declined")
@@ -266,30 +263,8 @@ class ActivationCache:
         # An expanded tensor has more elements than its storage.
         if min(tensor.nbytes, tensor.untyped_storage().nbytes()) < self.options.minimum_bytes:
             return False
-        return not self._is_weight(tensor)
-
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        """By storage: a parameter or buffer of a model that has run here, whichever module uses it.
-
-        The running modules are looked at anew, since ZeRO-3 gathers weights into fresh storages; what autocast makes of
-        a weight is a fresh tensor of its shape.
-        """
-        address = tensor.untyped_storage()._cdata
-        for weights in self._weights.values():
-            weight = found() if (found := weights.get(address)) is not None else None
-            if weight is not None and weight.untyped_storage()._cdata == address:
-                return True
-        casts = getattr(self._local, "autocast", False)
-        for module in reversed(getattr(self._local, "stack", None) or ()):
-            for parameter in (*module._parameters.values(), *module._buffers.values()):
-                if parameter is None:
-                    continue
-                if parameter.untyped_storage()._cdata == address:
-                    return True
-                same_shape = parameter.shape == tensor.shape or parameter.shape == tensor.shape[::-1]
-                if casts and same_shape and parameter.dim() > 1 and parameter.dtype != tensor.dtype:
-                    return True
-        return False
+        running, casts = getattr(self._local, "stack", None) or (), getattr(self._local, "autocast", False)
+        return not self._weights.include(tensor, running, casts=casts)
 
     def _known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Region | None:
         """The region that holds `tensor`, if it has been saved at this version."""
@@ -505,40 +480,8 @@ class ActivationCache:
             self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
 
 
-def _calls_itself(module: torch.nn.Module) -> bool:
-    """Whether the forward pass that begins is inside of another one of the same module, on this thread."""
-    frame: FrameType | None = sys._getframe()
-    calls = 0
-    while frame is not None and calls < 2:
-        code = frame.f_code
-        calls += code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return calls > 1
-
-
 def _unpack(packed: InMemory | View) -> torch.Tensor:
     return packed.unpack()
-
-
-def _weights_of(module: torch.nn.Module) -> dict[int, weakref.ref[torch.Tensor]]:
-    """Parameters and buffers by the address of their storage."""
-    return {
-        weight.untyped_storage()._cdata: weakref.ref(weight)
-        for weight in itertools.chain(module.parameters(), module.buffers())
-        if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.layout == torch.strided
-    }
-
-
-def _device_in_use() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def _free_device_bytes(device: str) -> int | None:
-    if device == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    module = torch.get_device_module(device)
-    return module.mem_get_info()[0] if hasattr(module, "mem_get_info") else None
 
 
 def _settle(completion: Completion) -> BaseException | None:

@@ -1,0 +1,32 @@
+"""What a cache asks of the process that it works in: the calls in progress, the device, its free memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+
+def calls_itself(module: torch.nn.Module) -> bool:
+    """Whether the forward pass that begins is inside of another one of the same module, on this thread."""
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None and calls < 2:
+        code = frame.f_code
+        calls += code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def device_in_use() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def free_device_bytes(device: str) -> int | None:
+    if device == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    module = torch.get_device_module(device)
+    return int(module.mem_get_info()[0]) if hasattr(module, "mem_get_info") else None
