@@ -222,9 +222,9 @@ def _become(words: list[str]) -> None:
 
 def _fork_ranks() -> None:
     """`memascend train` starts its preparation and its ranks here, too."""
-    from memascend.training import launch
+    from memascend.training import children, preparation
 
-    launch.subprocess = FORKING
+    children.subprocess = preparation.subprocess = FORKING
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from memascend.training import checkpoint
 from memascend.training.checkpoint import Checkpoint
 from memascend.training.folder import RunFolder, RunInUse, missing_folders, remove_empty
 from memascend.training.kept import kept_backend, kept_source, require_run
-from memascend.training.launch import read_prepared
+from memascend.training.preparation import read_prepared
 from memascend.training.progress import byte_count
 
 if TYPE_CHECKING:

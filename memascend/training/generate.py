@@ -8,7 +8,7 @@ from pathlib import Path
 from memascend.integrations import text
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_backend, kept_source, require_run
-from memascend.training.launch import read_prepared
+from memascend.training.preparation import read_prepared
 from memascend.training.progress import read_metrics
 
 

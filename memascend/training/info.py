@@ -9,6 +9,7 @@ from typing import Any
 from memascend.training import checkpoint, launch
 from memascend.training.folder import InUse, Lock, RunFolder
 from memascend.training.kept import kept_backend, require_run
+from memascend.training.preparation import read_prepared
 from memascend.training.progress import byte_count, duration, read_metrics
 
 
@@ -20,7 +21,7 @@ def info(run: Path) -> dict[str, Any]:
     """
     folder = RunFolder(run)
     require_run(folder)
-    config, prepared = launch.saved_config(folder), launch.read_prepared(folder)
+    config, prepared = launch.saved_config(folder), read_prepared(folder)
     rows = read_metrics(folder.metrics)
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "eval"]

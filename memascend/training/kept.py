@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from memascend.training import backends, launch, systems
 from memascend.training.folder import RunFolder
+from memascend.training.preparation import read_prepared
 
 if TYPE_CHECKING:
     from memascend.training.backends.streaming import StreamingBackend
@@ -20,7 +21,7 @@ def require_run(folder: RunFolder) -> None:
 
 def kept_backend(folder: RunFolder) -> StreamingBackend | None:
     """The backend whose states outlive a run, where this one has it; `open_kept(kept_source(folder))` opens them."""
-    config, prepared = launch.saved_config(folder), launch.read_prepared(folder)
+    config, prepared = launch.saved_config(folder), read_prepared(folder)
     if prepared is None:
         return None
     setup = systems.setup(config, prepared, folder.root.name, str(folder.root / "swap"))
@@ -33,7 +34,7 @@ def kept_backend(folder: RunFolder) -> StreamingBackend | None:
 
 def kept_source(folder: RunFolder) -> Path | dict[str, Any]:
     """The folder or the configuration that the run's model was made from; ValueError where the run's files lack it."""
-    prepared = launch.read_prepared(folder)
+    prepared = read_prepared(folder)
     if prepared is None:
         raise ValueError(f"{folder.prepared} is missing: run memascend train --output {folder.root} --resume first")
     return Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]

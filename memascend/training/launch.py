@@ -10,23 +10,20 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from memascend.memory.heap import MALLOC
 from memascend.storage.atomic_write import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
-from memascend.training import backends, checkpoint, preflight, processes, recorded_text, systems
+from memascend.training import backends, checkpoint, preflight, processes, systems
 from memascend.training import config as configs
+from memascend.training.children import Stopping, Stuck, ends_of, kill, last_line, say, start_rank, stuck, wait
 from memascend.training.config import TrainConfig
 from memascend.training.folder import (
-    TOKEN_BYTES,
     Lock,
     RunFolder,
     SwapFolder,
@@ -34,21 +31,13 @@ from memascend.training.folder import (
     missing_folders,
     remove_empty,
 )
+from memascend.training.preparation import prepare, read_prepared
 from memascend.training.processes import (
     NOTHING_TO_DO,
-    PARENT,
-    exit_status,
     free_port,
     remove_shared_buffers,
-    waits_for,
 )
 from memascend.training.progress import byte_count, read_metrics
-
-# A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
-STOPPED = exit_status(signal.SIGTERM)
-
-# For killed ranks to end: the kernel takes down their rings, and gives gigabytes of locked memory back.
-KILLED_S = 60.0
 
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
@@ -65,52 +54,8 @@ def save_config(folder: RunFolder, config: TrainConfig) -> None:
     write_atomically(folder.config, yaml.safe_dump(config.as_dict(), sort_keys=False))
 
 
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone: training goes on
-        print(text, flush=True)
-
-
-def _say_amid_a_print(text: str) -> None:
-    """`say` for a signal's handler: while a print is being written, Python's file refuses another one."""
-    with contextlib.suppress(OSError, ValueError):
-        os.write(sys.stdout.fileno(), f"{text}\n".encode())
-
-
 class NothingToDo(Exception):
     """The run is as far as the call asks for; it has been said."""
-
-
-class Stuck(ValueError):
-    """Processes of the run were killed and have not ended: they may still use its files."""
-
-
-class Stopping:
-    """SIGTERM, Ctrl-C and a closed terminal, for the parent: passed on once to the ranks; a second one kills them."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.status = STOPPED  # the run's, where it is stopped: as the first signal says
-        self.children: list[subprocess.Popen[bytes]] = []
-        self.saves = True  # a checkpoint, when it is asked to stop
-        self.trains = True  # rather than prepares
-
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
-                signal.signal(number, self._received)
-
-    def _received(self, number: int, _: Any) -> None:
-        self.asked += 1
-        if self.asked == 1:
-            self.status = exit_status(number)
-            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
-            after = (
-                ": finishing this step" + (", then writing a checkpoint" if self.saves else "") if self.trains else ""
-            )
-            _say_amid_a_print(f"{clear}stopping{after} (a second signal quits at once)")
-        for child in self.children:
-            if child.poll() is None:
-                child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
 
 
 def launch(
@@ -139,7 +84,7 @@ def launch(
                 "leave --dry-run out"
             )
         stopping.trains = False
-        prepared = _prepare(folder, stopping)
+        prepared = prepare(folder, stopping)
         stopping.trains = True
         if stopping.asked:
             go_on = "" if dry_run or temporary else f"; to continue: memascend train --output {folder.root} --resume"
@@ -205,7 +150,7 @@ def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> It
     folder = RunFolder(config.output_folder)
     with (
         _opened(folder, config, resume, wanted) as (config, _),
-        _composed(config, folder, _prepare(folder, Stopping())) as job,
+        _composed(config, folder, prepare(folder, Stopping())) as job,
     ):
         yield job
 
@@ -236,91 +181,8 @@ def _opened(
             raise
 
 
-PREPARED = {"train_tokens", "eval_tokens"}
-
-
 def _steps_made(folder: RunFolder) -> int:
     return sum(row["kind"] == "step" for row in read_metrics(folder.metrics))
-
-
-def _prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
-    prepared = read_prepared(folder)
-    if prepared is None:
-        say("reading model and text ...")
-        folder.logs.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="memascend-train-") as work:
-            result, log = Path(work) / "result.json", folder.logs / "prepare.log"
-            command = [sys.executable, "-m", "memascend.training.prepare", str(folder.root), str(result)]
-            with log.open("wb") as output:
-                child = subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    env={**os.environ, PARENT: str(os.getpid())},
-                )
-                stopping.children = [child]
-                _wait(stopping)
-                if remaining := _kill({"the preparation": child}):
-                    raise Stuck(_stuck(remaining))
-            if result.is_file():
-                log.unlink()
-                raise ValueError(json.loads(result.read_text())["error"])
-            prepared = read_prepared(folder)
-            if prepared is None and not stopping.asked:
-                raise ValueError(f"the preparation failed (exit {child.returncode}): {_last_line(log)}; see {log}")
-            if not log.stat().st_size:
-                log.unlink()
-            prepared = prepared or {}
-        for note in prepared.get("notes", []):
-            say(f"note: {note}")
-    else:
-        _require_as_prepared(folder, prepared)
-    return prepared
-
-
-def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
-    """What the preparation left, or None where it has not come to its end. ValueError where it cannot be read."""
-    try:
-        found = json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
-        if found is not None and not (isinstance(found, dict) and found.keys() >= PREPARED):
-            raise ValueError("it lacks what the preparation writes")
-        return found
-    except ValueError as error:
-        raise ValueError(f"{folder.prepared} is damaged ({error}): {_prepares_again(folder)}") from error
-
-
-def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
-    """The files that the preparation has made are there, and as they were: with other text a resume would go on to
-    other weights."""
-    for name in ("train", "eval"):
-        path, wanted = folder.data / f"{name}.tokens", prepared[f"{name}_tokens"] * TOKEN_BYTES
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: restore it, or {_prepares_again(folder)}")
-        if (size := path.stat().st_size) != wanted:
-            raise ValueError(
-                f"{path} has {size} bytes, {wanted} were prepared: restore it, or {_prepares_again(folder)}"
-            )
-    recorded = recorded_text.recorded(folder)
-    if recorded is None:
-        say(f"note: {folder.text} is missing: whether the text is as it was is not checked")
-    for name, was in (recorded or {}).items():
-        if checkpoint.file_checksum(folder.data / name) != was["crc32"]:
-            raise ValueError(
-                f"{folder.data / name} has changed since it was prepared (checksum mismatch): restore it, or "
-                f"{_prepares_again(folder)}"
-            )
-    if not folder.tokenizer.is_dir():
-        raise ValueError(f"{folder.tokenizer} is missing: restore it, or {_prepares_again(folder)}")
-    for path in sorted(folder.tokenizer.glob("*.json")):
-        try:
-            json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged ({error}): restore it, or {_prepares_again(folder)}") from error
-
-
-def _prepares_again(folder: RunFolder) -> str:
-    return f"remove {folder.prepared}, and --resume prepares the run's text again"
 
 
 def _has_trained(folder: RunFolder) -> bool:
@@ -477,95 +339,20 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
         path = Path(work) / "job.json"
         path.write_text(json.dumps(job | {"results": work}))
         try:
-            stopping.children = [_start(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
+            stopping.children = [start_rank(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
             at_once = stopping.asked > 0  # while they were being started
             if not at_once:
-                _wait(stopping)
+                wait(stopping)
         finally:
-            remaining = _kill({f"rank {rank}": child for rank, child in enumerate(stopping.children)})
+            remaining = kill({f"rank {rank}": child for rank, child in enumerate(stopping.children)})
             remove_shared_buffers(port)
             lock.say(f"pid {os.getpid()}")
         if remaining:
-            raise Stuck(_stuck(remaining))
+            raise Stuck(stuck(remaining))
         if at_once:
             return stopping.status
         after = "completed step, which the SSD has kept" if job["settings"].get("redo") else "checkpoint"
         return _outcome(Path(work), folder, stopping, after)
-
-
-def _start(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
-    environment = {
-        **MALLOC,
-        **os.environ,
-        PARENT: str(os.getpid()),
-        "LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", "memascend.training.worker", str(job)]
-    with (folder.logs / f"rank{rank}.log").open("ab") as log:
-        # Of rank 0 the progress goes to our own output: handed on as descriptor 3, since libraries print to 1 and 2.
-        keep = os.dup(sys.stdout.fileno()) if rank == 0 else None
-        try:
-            if keep is not None:
-                environment["MEMASCEND_PROGRESS_FD"] = str(keep)
-            return subprocess.Popen(
-                command,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[keep] if keep is not None else [],
-            )
-        finally:
-            if keep is not None:
-                os.close(keep)
-
-
-def _wait(stopping: Stopping) -> None:
-    """Until all children have ended, one of them has failed, or they were killed."""
-    waiting = list(stopping.children)
-    while waiting and stopping.asked < 2:
-        for child in list(waiting):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if child.wait(timeout=0.2) not in _ends(stopping):
-                    return
-                waiting.remove(child)
-
-
-def _kill(children: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
-    """Those that have not ended are killed, and waited for as long as `KILLED_S`; the pids of those that are left."""
-    for child in children.values():
-        if child.poll() is None:
-            child.kill()
-    deadline, remaining = time.monotonic() + KILLED_S, {}
-    for name, child in children.items():
-        try:
-            child.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            remaining[name] = child.pid
-    return remaining
-
-
-def _stuck(remaining: dict[str, int]) -> str:
-    whose = " and ".join(f"{name} (pid {pid}, {waits_for(pid)})" for name, pid in remaining.items())
-    have = "has" if len(remaining) == 1 else "have"
-    return (
-        f"{whose} {have} not ended {KILLED_S:g} s after being killed: check the drive or the mount (dmesg), and "
-        "continue with --resume once no such process is left"
-    )
-
-
-def _ends(stopping: Stopping) -> tuple[int, ...]:
-    """With which a rank ends that did not fail: at its end, stopped, or by our signal before it could take that."""
-    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter where somebody has interrupted the rank itself
-    return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
 
 
 def _goes_on(folder: RunFolder, after: str) -> str:
@@ -588,7 +375,7 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
         say(f"interrupted; {_goes_on(folder, after)}" if _has_trained(folder) else "interrupted")
         return stopping.status
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
-    bad = {rank: code for rank, code in codes.items() if code not in _ends(stopping)}
+    bad = {rank: code for rank, code in codes.items() if code not in ends_of(stopping)}
     if not bad:
         stopped = any(codes.values())
         if stopped and not results:
@@ -602,10 +389,5 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
             f"rank {rank} was killed (signal 9), probably by the out-of-memory killer: see dmesg, plan a smaller run "
             f"(memascend plan){', and continue with --resume' if _has_trained(folder) else ''}"
         )
-    said = _last_line(log).removeprefix(f"[rank{rank}]: ")
+    said = last_line(log).removeprefix(f"[rank{rank}]: ")
     raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"

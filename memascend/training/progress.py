@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -245,3 +246,9 @@ def add_cut_off_step(
     row = {"kind": "step", **known, "skipped": False, **dict.fromkeys(unknown), "remark": "completed after a kill"}
     with path.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row) + "\n")
+
+
+def progress_output() -> TextIO:
+    """Where the parent wants our lines; its own standard output, since libraries print to ours."""
+    number = os.environ.pop("MEMASCEND_PROGRESS_FD", None)
+    return os.fdopen(int(number), "w", encoding="utf-8") if number else sys.stdout

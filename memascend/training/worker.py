@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import json
 import math
 import os
 import platform
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,57 +22,36 @@ from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.memory.process_policy import interleave_process
-from memascend.memory.resident import resident_bytes, written_bytes
+from memascend.memory.resident import resident_bytes
 from memascend.memory.topology import Topology
 from memascend.ops.adamw import chunk_counts, divided_work
 from memascend.ops.half_linear import products
 from memascend.simulator.recorder import Recorder, from_zero
 from memascend.simulator.trace import write_trace
-from memascend.storage import leaving
-from memascend.storage.scratch import require_room
-from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout
+from memascend.storage.tensor_file import TensorFileReader
 from memascend.training import backends, checkpoint, random_state, report
 from memascend.training.backends.protocol import KeptStepIsPartial
 from memascend.training.background import BackgroundCheckpoint
+from memascend.training.checkpoint_writer import CheckpointWriter
 from memascend.training.config import TrainConfig, complete
 from memascend.training.data import Sequences
 from memascend.training.folder import Lock, RunFolder
-from memascend.training.processes import FINISHED, NOTHING_TO_DO, STOPPED, die_with_parent, exit_status
+from memascend.training.processes import FINISHED, NOTHING_TO_DO, STOPPED, die_with_parent
 from memascend.training.progress import (
     Progress,
     StepRecord,
     add_cut_off_step,
     byte_count,
     first_step_note,
+    progress_output,
     read_metrics,
     rewind_metrics,
 )
+from memascend.training.ranks import gather, sums
 from memascend.training.schedule import learning_rate, sequence_numbers
+from memascend.training.stop import Stop
 
-_PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
 STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
-
-
-class Stop:
-    """SIGTERM and SIGINT: the first asks for a checkpoint after this step, the second leaves at once. From the first on
-    a drive that hangs ends the run, with the error of its transfers: the step would never end."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.status = exit_status(signal.SIGTERM)  # also of a rank that stops since another was asked to
-        self.training = False
-
-    def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._received)
-
-    def _received(self, number: int, _: Any) -> None:
-        if not self.asked:
-            self.status = exit_status(number)
-        if self.asked or not self.training:  # before the first step there is nothing to save
-            os._exit(self.status)
-        self.asked = True
-        leaving.begin(_PATIENCE_S, math.inf)
 
 
 class Worker:
@@ -349,7 +325,7 @@ class Worker:
     def _write_trace(self, record: StepRecord) -> None:
         """The events of all ranks in this step, in one file."""
         config, path = self.config, Path(str(self.config.trace).replace(STEP_IN_TRACE, str(record.step)))
-        events = [event for rank in self._gather(self.recorder.take()) for event in rank]
+        events = [event for rank in gather(self.ranks, self.recorder.take()) for event in rank]
         if self.rank:
             return
         facts = {name: getattr(config, name) for name in ("system", "model", "twin", "dtype", "ranks", "batch")}
@@ -374,11 +350,7 @@ class Worker:
 
     def _sums(self, values: list[float]) -> list[float]:
         """Sums over all ranks, which are also where ranks agree."""
-        if self.ranks == 1:
-            return [float(value) for value in values]
-        sums = torch.tensor(values, dtype=torch.float64, device=self.backend.device)
-        torch.distributed.all_reduce(sums)
-        return sums.tolist()
+        return sums(self.ranks, values, self.backend.device)
 
     def _evaluate(self) -> bool:
         """Mean loss over the evaluation sequences; returns whether any rank was asked to stop meanwhile."""
@@ -432,97 +404,21 @@ class Worker:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise ValueError(self._no_room(error, step)) from error
+            raise ValueError(self._writer.no_room(error, step)) from error
 
-    def _no_room(self, error: OSError, step: int) -> str:
-        folder = self.folder.checkpoints
-        checkpoint.clean(folder)  # half a checkpoint is of no use, and room
-        layouts = self.backend.weight_layouts()
-        if self.config.checkpoints == "full":
-            layouts = layouts + self.ranks * self.backend.state_layouts()
-        needed, free = sum(layout.nbytes for layout in layouts), shutil.disk_usage(folder).free
-        kept = [self.backend.kept_step() or 0, *(each.step for each in checkpoint.listed(folder)[0] if each.is_full)]
-        go_on = f"continues after step {max(kept)}" if any(kept) else "starts over, since no step was saved"
-        return (
-            f"cannot save the checkpoint of step {step} in {folder} ({error.strerror}): it takes "
-            f"{byte_count(needed)}, and {byte_count(free)} are free; make room, then: memascend train --output "
-            f"{self.folder.root} --resume ({go_on})"
-        )
+    @property
+    def _writer(self) -> CheckpointWriter:
+        return CheckpointWriter(self.config, self.folder, self.backend, self.rank, self.ranks)
 
     def _write_checkpoint(self) -> None:
-        begin, before = time.monotonic(), written_bytes()
         self.progress.passing("saving a checkpoint ...")
-        folder = self.folder.checkpoints
-        partial = folder / f".partial-step-{self.step:08d}"
-        full = self.config.checkpoints == "full"
-        if self.rank == 0:
-            checkpoint.begin(folder, self.step, full=full)
-        self._barrier()
-        name, checksums, facts, shared = f"state/rank{self.rank}.safetensors", {}, {}, 0
-        if full:
-            states, facts = self._save_states(partial / name), self.backend.state_facts() | random_state.facts()
-            shared = states.shared_bytes
-            if states.checksum is not None:
-                checksums[name] = states.checksum
-        checksums |= self._save_weights(partial / "model")
-        mine = {"shared": shared, "written": written_bytes() - before}
-        everything = self._gather({"checksums": checksums, "facts": facts, **mine})
-        if self.rank == 0:
-            self._commit(partial, everything)
-            shared, written = (sum(entry[name] for entry in everything) for name in ("shared", "written"))
-            seconds = time.monotonic() - begin
+        done = self._writer.write(self.step)
+        if done is not None:
             self.progress.say(
-                f"{self.step:>6}  checkpoint {folder / f'step-{self.step:08d}'}, {seconds:.1f} s"
-                + (f", {byte_count(shared)} of it shared with the swap files" if shared else "")
+                f"{self.step:>6}  checkpoint {done.path}, {done.seconds:.1f} s"
+                + (f", {byte_count(done.shared_bytes)} of it shared with the swap files" if done.shared_bytes else "")
             )
-            self.progress.saved(self.step, seconds, written, shared, seconds)
-        self._barrier()
-
-    def _save_states(self, path: Path) -> TensorFileWriter:
-        """This rank's states and those of its random generators, shared with the swap files where the file system can;
-        returns what wrote them."""
-        generators = random_state.tensors()
-        layouts = self.backend.state_layouts()
-        layouts += [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
-        with TensorFileWriter(path, layouts, aligned=True) as writer:
-            share = None if self.config.copy_checkpoints else writer.share
-            for name, tensor in itertools.chain(self.backend.states(share), generators.items()):
-                writer.write(name, tensor)
-        require_room(str(path.parent), writer.shared_bytes)  # which the next step takes, as it writes anew
-        return writer
-
-    def _commit(self, partial: Path, everything: list[dict[str, Any]]) -> None:
-        from memascend.integrations.pretrained import save_configuration
-
-        save_configuration(self.backend.model, partial / "model", self.folder.tokenizer)
-        if self.config.checkpoints == "full":
-            facts = {str(rank): entry["facts"] for rank, entry in enumerate(everything)}
-            (partial / "state" / "trainer.json").write_text(json.dumps(facts))
-        checksums = {name: crc for entry in everything for name, crc in entry["checksums"].items()}
-        final = checkpoint.commit(
-            partial, self.step, checksums, {"ranks": self.ranks, "holds": self.config.checkpoints}
-        )
-        checkpoint.point(self.folder.model, final / "model")
-        checkpoint.prune(self.folder.checkpoints, self.config.keep)
-
-    def _save_weights(self, folder: Path) -> dict[str, int]:
-        """Weights in one safetensors file, gathered tensor by tensor by all ranks, written by rank 0."""
-        if self.rank:
-            for _ in self.backend.weights():
-                pass
-            return {}
-        return {f"model/{checkpoint.WEIGHTS}": checkpoint.write_weights(folder, self.backend)}
-
-    def _barrier(self) -> None:
-        if self.ranks > 1:
-            torch.distributed.barrier()
-
-    def _gather(self, value: Any) -> list[Any]:
-        if self.ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.ranks
-        torch.distributed.all_gather_object(values, value)
-        return values
+            self.progress.saved(self.step, done.seconds, done.written_bytes, done.shared_bytes, done.seconds)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -536,7 +432,7 @@ class Worker:
                 *chunk_counts(),
             ]
         )
-        rows = report.merged(self._gather(report.ledger_rows(self.backend.ledger)))
+        rows = report.merged(gather(self.ranks, report.ledger_rows(self.backend.ledger)))
         if self.rank:
             return
         held = sum(row["reserved_bytes"] for row in rows)
@@ -575,12 +471,6 @@ class Worker:
             self.progress.say(
                 f"done: weights for from_pretrained in {self.folder.model}, report in {root / 'report.md'}"
             )
-
-
-def progress_output() -> TextIO:
-    """Where the parent wants our lines; its own standard output, since libraries print to ours."""
-    number = os.environ.pop("MEMASCEND_PROGRESS_FD", None)
-    return os.fdopen(int(number), "w", encoding="utf-8") if number else sys.stdout
 
 
 def main() -> int:

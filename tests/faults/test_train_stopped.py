@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from memascend import systems
-from memascend.training import launch
+from memascend.training import children, launch
 from memascend.training.config import complete
 from memascend.training.folder import RunFolder
 from memascend.training.processes import waits_for
@@ -34,7 +34,7 @@ RANKS = {
 
 AMID_A_PRINT = """
 import io, os, signal, sys
-from memascend.training import launch
+from memascend.training import children, launch
 
 class Raw(io.RawIOBase):  # the signal comes while what is printed is being written
     writable = lambda self: True
@@ -48,9 +48,9 @@ class Raw(io.RawIOBase):  # the signal comes while what is printed is being writ
         return os.write(1, data)
 
 sys.stdout = io.TextIOWrapper(io.BufferedWriter(Raw()))
-stopping = launch.Stopping()
+stopping = children.Stopping()
 stopping.install()
-launch.say("output")
+children.say("output")
 assert stopping.asked == 1
 """
 
@@ -65,7 +65,7 @@ def test_a_signal_that_comes_amid_a_print_asks_to_stop_like_any_other():
 @pytest.fixture
 def stopping():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    asked = launch.Stopping()
+    asked = children.Stopping()
     asked.install()
     yield asked
     for number, handler in before.items():
@@ -90,7 +90,7 @@ def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
             while stopping.asked < count:
                 pass
 
-    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "start_rank", start)
     sender = threading.Thread(target=send)
     sender.start()
     job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
@@ -140,7 +140,7 @@ def test_a_run_that_was_at_its_end_anyway_has_succeeded(tmp_path, stopping, monk
 def test_a_rank_that_somebody_else_has_ended_is_an_error(tmp_path, stopping, monkeypatch):
     ended = {"code": -signal.SIGTERM}
     child = SimpleNamespace(returncode=ended["code"], poll=lambda: ended["code"], wait=lambda **_: ended["code"])
-    monkeypatch.setattr(launch, "_start", lambda *_: child)
+    monkeypatch.setattr(launch, "start_rank", lambda *_: child)
     (tmp_path / "logs").mkdir()
     for rank in range(2):
         (tmp_path / "logs" / f"rank{rank}.log").touch()
@@ -187,10 +187,10 @@ def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
         subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({status})"]),
         Unkillable(interrupts),
     )
-    monkeypatch.setattr(launch, "KILLED_S", 0.3)
-    monkeypatch.setattr(launch, "_start", lambda rank, *_: (ended, stuck)[rank])
+    monkeypatch.setattr(children, "KILLED_S", 0.3)
+    monkeypatch.setattr(launch, "start_rank", lambda rank, *_: (ended, stuck)[rank])
     job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
-    with pytest.raises(launch.Stuck, match=re.escape(STUCK)):
+    with pytest.raises(children.Stuck, match=re.escape(STUCK)):
         launch._run_ranks(job, RunFolder(tmp_path), stopping, SimpleNamespace(say=lambda text: None))
     assert stuck.signals[-1] == signal.SIGKILL
 
@@ -210,8 +210,8 @@ def test_what_a_stuck_rank_may_still_use_stays_and_is_left_to_a_later_call(tmp_p
     composed = compose()
     composed.__enter__()
     swap = made[0].path
-    stuck = launch.Stuck("rank 0 hangs")
-    assert not composed.__exit__(launch.Stuck, stuck, None)
+    stuck = children.Stuck("rank 0 hangs")
+    assert not composed.__exit__(children.Stuck, stuck, None)
     assert swap.is_dir()
     made[0].lock.close()  # as the end of the process does
     with compose() as job:
@@ -221,7 +221,7 @@ def test_what_a_stuck_rank_may_still_use_stays_and_is_left_to_a_later_call(tmp_p
 
 @pytest.mark.slow
 def test_it_says_in_which_call_of_the_kernel_and_on_which_file_the_rank_is_stuck(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "KILLED_S", 0.3)
+    monkeypatch.setattr(children, "KILLED_S", 0.3)
     with small_file_system(tmp_path / "mount") as folder:
         code = (
             f"import os; fd = os.open({str(folder / 'file')!r}, os.O_CREAT | os.O_WRONLY); print(flush=True); input()"
@@ -236,8 +236,8 @@ def test_it_says_in_which_call_of_the_kernel_and_on_which_file_the_rank_is_stuck
             deadline = time.monotonic() + 10
             while "state D" not in (found := waits_for(child.pid)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert launch._kill({"rank 0": child}) == {"rank 0": child.pid}
-            said = launch._stuck({"rank 0": child.pid})
+            assert children.kill({"rank 0": child}) == {"rank 0": child.pid}
+            said = children.stuck({"rank 0": child.pid})
         assert found.startswith("state D (disk sleep) in ")
         assert found.endswith(f" on {folder / 'file'}")
         assert f"rank 0 (pid {child.pid}, {found}) has not ended" in said

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memascend.training import launch, recorded_text, report
+from memascend.training import launch, preparation, recorded_text, report
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
 from memascend.training.info import as_text, info
@@ -107,7 +107,7 @@ def test_a_line_of_the_metrics_that_is_no_row_is_left_out(run, text):
 def test_a_preparation_of_another_shape_is_damaged(run, text):
     run.prepared.write_text(text)
     with pytest.raises(ValueError, match=r"prepared\.json is damaged .*: remove .*--resume prepares"):
-        launch.read_prepared(run)
+        preparation.read_prepared(run)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
-from memascend.training import checkpoint, launch, report
+from memascend.training import checkpoint, children, preparation, report
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import add_cut_off_step, read_metrics, rewind_metrics
 
@@ -374,23 +374,23 @@ def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_p
     folder.prepared.write_text('{"train_tokens": 2, "eval_tokens": 0}')
     (folder.data / "train.tokens").write_bytes(bytes(8))
     with pytest.raises(ValueError, match=r"eval\.tokens is missing: restore it, or remove .*prepared\.json"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())
     (folder.data / "eval.tokens").touch()
     with pytest.raises(ValueError, match=r"/tokenizer is missing: restore it, or remove .*prepared\.json"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())
     folder.tokenizer.mkdir()
     (folder.tokenizer / "tokenizer.json").write_text("{}")
-    launch._prepare(folder, launch.Stopping())
+    preparation.prepare(folder, children.Stopping())
     (folder.tokenizer / "tokenizer.json").write_text("")
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged .*: restore it, or remove"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())
     (folder.data / "train.tokens").write_bytes(bytes(7))  # other text, without an error
     with pytest.raises(ValueError, match=r"train\.tokens has 7 bytes, 8 were prepared: restore it, or remove"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())
     for damaged in (b"", b'{"context": ', b"\xff\xfe"):
         folder.prepared.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"prepared\.json is damaged .*--resume prepares"):
-            launch.read_prepared(folder)
+            preparation.read_prepared(folder)
     folder.metrics.write_bytes(b'{"step": 1}\n\xff\xfe')
     with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged"):
         read_metrics(folder.metrics)

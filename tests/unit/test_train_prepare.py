@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memascend.planner import model_spec
-from memascend.training import launch
+from memascend.training import children, preparation
 from memascend.training.config import complete
 from memascend.training.folder import RunFolder
 from memascend.training.prepare import prepare
@@ -106,12 +106,12 @@ def test_a_run_that_is_prepared_again_takes_the_text_it_began_with_and_refuses_a
 
 def test_tokens_that_were_changed_in_place_are_not_gone_on_with(tmp_path, text):
     _, folder = prepared(tmp_path)
-    launch._prepare(folder, launch.Stopping())
+    preparation.prepare(folder, children.Stopping())
     tokens = folder.data / "train.tokens"
     whole = tokens.read_bytes()
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     with pytest.raises(ValueError, match=r"train\.tokens has changed since it was prepared .*: restore it, or remove"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())
     folder.text.write_text("{")
     with pytest.raises(ValueError, match=r"text\.json is damaged .*: restore it, or remove it so that --resume uses"):
-        launch._prepare(folder, launch.Stopping())
+        preparation.prepare(folder, children.Stopping())

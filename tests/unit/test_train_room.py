@@ -40,7 +40,7 @@ def full_disk(worker):
 
 def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path):
     worker = Worker.__new__(Worker)
-    worker.folder, worker.step, worker.ranks = RunFolder(tmp_path / "run"), 7, 2
+    worker.folder, worker.step, worker.rank, worker.ranks = RunFolder(tmp_path / "run"), 7, 0, 2
     worker.config = SimpleNamespace(checkpoints="full")
     layouts = [TensorLayout("a", torch.float32, (1 << 18,))]
     kept = [None, 5]

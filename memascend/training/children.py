@@ -1,0 +1,153 @@
+"""The processes that the parent of a run starts: its own words, signals that are passed on, waiting, killing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from memascend.memory.heap import MALLOC
+from memascend.training.folder import (
+    RunFolder,
+)
+from memascend.training.processes import (
+    PARENT,
+    exit_status,
+    waits_for,
+)
+
+# A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
+STOPPED = exit_status(signal.SIGTERM)
+
+
+# For killed ranks to end: the kernel takes down their rings, and gives gigabytes of locked memory back.
+KILLED_S = 60.0
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone: training goes on
+        print(text, flush=True)
+
+
+def _say_amid_a_print(text: str) -> None:
+    """`say` for a signal's handler: while a print is being written, Python's file refuses another one."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
+class Stuck(ValueError):
+    """Processes of the run were killed and have not ended: they may still use its files."""
+
+
+class Stopping:
+    """SIGTERM, Ctrl-C and a closed terminal, for the parent: passed on once to the ranks; a second one kills them."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.status = STOPPED  # the run's, where it is stopped: as the first signal says
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.saves = True  # a checkpoint, when it is asked to stop
+        self.trains = True  # rather than prepares
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._received)
+
+    def _received(self, number: int, _: Any) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            self.status = exit_status(number)
+            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
+            after = (
+                ": finishing this step" + (", then writing a checkpoint" if self.saves else "") if self.trains else ""
+            )
+            _say_amid_a_print(f"{clear}stopping{after} (a second signal quits at once)")
+        for child in self.children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM if self.asked == 1 else signal.SIGKILL)
+
+
+def start_rank(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
+    environment = {
+        **MALLOC,
+        **os.environ,
+        PARENT: str(os.getpid()),
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "memascend.training.worker", str(job)]
+    with (folder.logs / f"rank{rank}.log").open("ab") as log:
+        # Of rank 0 the progress goes to our own output: handed on as descriptor 3, since libraries print to 1 and 2.
+        keep = os.dup(sys.stdout.fileno()) if rank == 0 else None
+        try:
+            if keep is not None:
+                environment["MEMASCEND_PROGRESS_FD"] = str(keep)
+            return subprocess.Popen(
+                command,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[keep] if keep is not None else [],
+            )
+        finally:
+            if keep is not None:
+                os.close(keep)
+
+
+def wait(stopping: Stopping) -> None:
+    """Until all children have ended, one of them has failed, or they were killed."""
+    waiting = list(stopping.children)
+    while waiting and stopping.asked < 2:
+        for child in list(waiting):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if child.wait(timeout=0.2) not in ends_of(stopping):
+                    return
+                waiting.remove(child)
+
+
+def kill(children: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
+    """Those that have not ended are killed, and waited for as long as `KILLED_S`; the pids of those that are left."""
+    for child in children.values():
+        if child.poll() is None:
+            child.kill()
+    deadline, remaining = time.monotonic() + KILLED_S, {}
+    for name, child in children.items():
+        try:
+            child.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            remaining[name] = child.pid
+    return remaining
+
+
+def stuck(remaining: dict[str, int]) -> str:
+    whose = " and ".join(f"{name} (pid {pid}, {waits_for(pid)})" for name, pid in remaining.items())
+    have = "has" if len(remaining) == 1 else "have"
+    return (
+        f"{whose} {have} not ended {KILLED_S:g} s after being killed: check the drive or the mount (dmesg), and "
+        "continue with --resume once no such process is left"
+    )
+
+
+def ends_of(stopping: Stopping) -> tuple[int, ...]:
+    """With which a rank ends that did not fail: at its end, stopped, or by our signal before it could take that."""
+    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter where somebody has interrupted the rank itself
+    return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,30 @@
+"""What the ranks of a run say to one another; with one rank nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def sums(ranks: int, values: list[float], device: torch.device | str) -> list[float]:
+    """Of each value over all ranks."""
+    if ranks == 1:
+        return [float(value) for value in values]
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(found)
+    return [float(value) for value in found.tolist()]
+
+
+def gather(ranks: int, value: Any) -> list[Any]:
+    """Every rank's, in their order."""
+    if ranks == 1:
+        return [value]
+    values: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def barrier(ranks: int) -> None:
+    if ranks > 1:
+        torch.distributed.barrier()
