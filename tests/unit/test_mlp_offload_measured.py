@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from workflows.configuration import Experiments
+from workflows.experiments import Experiments
 from workflows.papers.mlpoffload import rows
 from workflows.run import path_twin
 

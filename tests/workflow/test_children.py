@@ -9,7 +9,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from workflows.configuration import FORKED
+from workflows.experiments import FORKED
 from workflows.run import children
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,10 @@ from workflow_fixtures import full_set, smoke_set, write_records
 
 from workflows import configuration, registry, tidy
 from workflows import console as console_module
-from workflows.configuration import Experiments, score
+from workflows.configuration import score
 from workflows.console import Console
 from workflows.derive import claims, reference, table
+from workflows.experiments import Experiments
 from workflows.records import load
 from workflows.run import children
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from workflows import gpu, stages
-from workflows.configuration import Experiments
+from workflows.experiments import Experiments
 from workflows.stages import FAILED, OK, SKIPPED, STOPPED, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
