@@ -1,7 +1,7 @@
 """Keep, recompute or offload: what becomes of each block's activations within a memory limit (SSDTrain, Fig. 7).
 
 The simulator decides: mixes are simulated by the schedule of a system that lets the policies of blocks be chosen, and
-fastest that fits is taken. No torch here.
+the fastest that fits is taken. No torch here.
 """
 
 from __future__ import annotations
