@@ -33,6 +33,14 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         description="Predict host memory, GPU memory, step time and SSD wear of one training step. Sizes are in GiB "
         "(2^30 bytes). Exit status: 0; 1 if something does not fit the given limits; 2 on an error.",
     )
+    _add_run(parser)
+    _add_system(parser)
+    _add_machine(parser)
+    _add_output(parser)
+    parser.set_defaults(run=run, probe=probe)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("the training run")
     what.add_argument("--model", required=True, help="a known name (qwen2.5-7b, Qwen/Qwen2.5-7B) or a config.json")
     what.add_argument("--twin", type=count, default=1, metavar="K", help="divide the model's widths by K")
@@ -64,6 +72,9 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         help="storage of a mixture's experts: fused (transformers 5), separate (one matrix each, up to 4.57), or auto: "
         "as the installed transformers does (default)",
     )
+
+
+def _add_system(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("the offloading system")
     how.add_argument(
         "--system",
@@ -89,6 +100,9 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         metavar="FILE",
         help="plan the run that this DeepSpeed JSON describes: it gives dtype, batch and system",
     )
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("the machine")
     where.add_argument(
         "--device",
@@ -128,6 +142,9 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         help="host buffers on a testbed with several memory nodes: latency_first (default), interleave, "
         "process_interleave or '{class: node, ...}', as in train",
     )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON, with the whole ledger")
     out.add_argument(
@@ -140,7 +157,6 @@ def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
         "--trace", type=Path, metavar="FILE", help="write the simulated step for Perfetto (needs --testbed)"
     )
     out.add_argument("--force", action="store_true", help="overwrite existing output files")
-    parser.set_defaults(run=run, probe=probe)
 
 
 def count(text: str) -> int:

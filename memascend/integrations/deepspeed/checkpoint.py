@@ -54,23 +54,8 @@ def install_checkpoints() -> Callable[[], None]:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        if not save_dir or not isinstance(self.optimizer, ExactCheckpoints):
-            return stock_save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-        _refuse_decoupled(self)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        try:
-            with _staged(self, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(self):
-                with _swapping_left_to_us(self):
-                    stock_save(self, str(staging), tag, client_state or {}, False, exclude_frozen_parameters)
-                if self.zero_nvme_offload_optimizer():
-                    _export(self, tag, _rank_folder(self, staging / tag))
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} was "
-                "kept; free space, or name another folder",
-            ) from error
-        return True
+        options = (client_state or {}, save_latest, exclude_frozen_parameters)
+        return _save(stock_save, self, save_dir, tag, *options)
 
     def load_checkpoint(
         self: Any,
@@ -83,23 +68,7 @@ def install_checkpoints() -> Callable[[], None]:
         custom_load_fn: Callable[..., None] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        if not isinstance(self.optimizer, ExactCheckpoints) or self.load_universal_checkpoint():
-            return stock_load(self, load_dir, tag, *options, custom_load_fn)
-        tag = _latest(Path(load_dir)) if tag is None else str(tag)
-        if tag is None:
-            return stock_load(self, load_dir, tag, *options, custom_load_fn)  # warns, and returns (None, None)
-        folder = Path(load_dir) / tag
-        _finish_replacement(folder)
-        _require_ranks(self, folder)
-        swapped = self.zero_nvme_offload_optimizer()
-        if swapped and (load_module_only or not load_optimizer_states):
-            raise ValueError(
-                "load_checkpoint: weights cannot be loaded alone from a checkpoint with a swapped optimizer, since "
-                "they are derived from its master weights; load all of it, or a file of save_16bit_model"
-            )
-        self.optimizer.swapped_checkpoint = _rank_folder(self, folder) if swapped else None
-        with _swapping_left_to_us(self), _with_frozen_to_nvme(self):
-            return stock_load(self, load_dir, tag, *options, custom_load_fn)
+        return _load(stock_load, self, load_dir, tag, options, custom_load_fn)
 
     DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = save_checkpoint, load_checkpoint
 
@@ -107,6 +76,64 @@ def install_checkpoints() -> Callable[[], None]:
         DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = stock_save, stock_load
 
     return undo
+
+
+def _save(
+    stock_save: Callable[..., bool],
+    engine: Any,
+    save_dir: str | os.PathLike[str],
+    tag: Any,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> bool:
+    """What ``save_checkpoint`` of an engine does; `stock_save` is DeepSpeed's."""
+    if not save_dir or not isinstance(engine.optimizer, ExactCheckpoints):
+        return stock_save(engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+    _refuse_decoupled(engine)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    try:
+        with _staged(engine, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(engine):
+            with _swapping_left_to_us(engine):
+                stock_save(engine, str(staging), tag, client_state, False, exclude_frozen_parameters)
+            if engine.zero_nvme_offload_optimizer():
+                _export(engine, tag, _rank_folder(engine, staging / tag))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} was "
+            "kept; free space, or name another folder",
+        ) from error
+    return True
+
+
+def _load(
+    stock_load: Callable[..., Any],
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None,
+    options: tuple[bool, bool, bool, bool],
+    custom_load_fn: Callable[..., None] | None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """What ``load_checkpoint`` of an engine does; `options`: of module, optimizer, scheduler, and module alone."""
+    if not isinstance(engine.optimizer, ExactCheckpoints) or engine.load_universal_checkpoint():
+        return stock_load(engine, load_dir, tag, *options, custom_load_fn)
+    tag = _latest(Path(load_dir)) if tag is None else str(tag)
+    if tag is None:
+        return stock_load(engine, load_dir, tag, *options, custom_load_fn)  # warns, and returns (None, None)
+    folder = Path(load_dir) / tag
+    _finish_replacement(folder)
+    _require_ranks(engine, folder)
+    swapped = engine.zero_nvme_offload_optimizer()
+    _, load_optimizer_states, _, load_module_only = options
+    if swapped and (load_module_only or not load_optimizer_states):
+        raise ValueError(
+            "load_checkpoint: weights cannot be loaded alone from a checkpoint with a swapped optimizer, since "
+            "they are derived from its master weights; load all of it, or a file of save_16bit_model"
+        )
+    engine.optimizer.swapped_checkpoint = _rank_folder(engine, folder) if swapped else None
+    with _swapping_left_to_us(engine), _with_frozen_to_nvme(engine):
+        return stock_load(engine, load_dir, tag, *options, custom_load_fn)
 
 
 def _export(engine: Any, tag: str, folder: Path) -> None:

@@ -125,34 +125,18 @@ def _roll_back(state: Enabled) -> None:
 
 
 def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> None:
+    """All changes to DeepSpeed. Nothing is replaced before every hook is known to be there; the optimizer's class is
+    replaced before the swappers, whose sizes it derives."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero import partition_parameters, stage3
 
-    from .checkpoint import can_be_exact, install_checkpoints
-    from .optimizer import checked_optimizer_class
-    from .stage3_settings import Stage3Settings
-
+    parts = options.parts
     on_cpu = get_accelerator().device_name() == "cpu"
     if options.host_memory is not None:
         _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
-    derived = None
-    if state.parts != STOCK:
-        swaps_gradients = state.parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
-        derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
-    untried = untried_version_warning(deepspeed.__version__)
-    state.warnings += [untried] if untried else []
-    if derived is not None:
-        nothing = nothing_offloaded(ds_config)
-        state.warnings += [*([nothing] if nothing else []), *derived.warnings()]
-    for warning in state.warnings:
-        if is_logging_rank() and (warning is not untried or deepspeed.__version__ not in _warned_about):
-            log.warning("memascend: %s", warning)
-    _warned_about.add(deepspeed.__version__)
-    if derived is not None and (budget := state.ledger.budget) is not None:
-        derived.host_left = lambda: budget.limit_bytes - sum(state.ledger.in_use().values())
-    parts, minimum_swap_bytes = options.parts, options.minimum_swap_bytes
+    derived = _derived_settings(state, ds_config, options)
+    _warn(state, ds_config, derived, deepspeed.__version__)
     if parts.optimizer_states == "bf16":
         _install_bf16_states(state)
     if on_cpu:
@@ -161,13 +145,56 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if options.memory:
         initialize = initialize_with_options(deepspeed.initialize, options.memory, allocator, _nvme_folder(ds_config))
         _replace(state, deepspeed, "initialize", initialize)
-    in_place = allocator if parts.pinned == "exact" else None
+    _install_optimizer(state, options, derived, allocator)
+    if options.minimum_swap_bytes is not None:
+        state.shims.append(f"minimum-swap-bytes={options.minimum_swap_bytes}")
+    if allocator is None:
+        _install_stock(state, options.minimum_swap_bytes)
+    else:
+        _install_swappers(state, ds_config, options, derived, allocator)
+
+
+def _swaps_gradients(parts: Parts) -> bool:
+    return parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
+
+
+def _derived_settings(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> DerivedSettings | None:
+    """None where stock DeepSpeed runs, whose settings are its own."""
+    if state.parts == STOCK:
+        return None
+    derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=_swaps_gradients(state.parts))
+    if (budget := state.ledger.budget) is not None:
+        derived.host_left = lambda: budget.limit_bytes - sum(state.ledger.in_use().values())
+    return derived
+
+
+def _warn(state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings | None, version: str) -> None:
+    """Every rank keeps the warnings, one logs them; of an untried DeepSpeed once in a process."""
+    untried = untried_version_warning(version)
+    state.warnings += [untried] if untried else []
+    if derived is not None:
+        nothing = nothing_offloaded(ds_config)
+        state.warnings += [*([nothing] if nothing else []), *derived.warnings()]
+    for warning in state.warnings:
+        if is_logging_rank() and (warning is not untried or version not in _warned_about):
+            log.warning("memascend: %s", warning)
+    _warned_about.add(version)
+
+
+def _install_optimizer(state: Enabled, options: EnableOptions, derived: DerivedSettings | None, allocator: Any) -> None:
+    """The class of the ZeRO-3 optimizer, and checkpoints of it."""
+    from deepspeed.runtime.zero import stage3
+
+    from .checkpoint import can_be_exact, install_checkpoints
+    from .optimizer import checked_optimizer_class
+    from .stage3_settings import Stage3Settings
+
     exact_checkpoints = derived is not None and can_be_exact()
     settings = Stage3Settings(
-        parts=parts,
-        minimum_swap_bytes=minimum_swap_bytes,
+        parts=options.parts,
+        minimum_swap_bytes=options.minimum_swap_bytes,
         derived=derived,
-        allocator=in_place,
+        allocator=allocator if options.parts.pinned == "exact" else None,
         exact_checkpoints=exact_checkpoints,
         tiers=options.paths,
         **(_around_update(state, options.paths) if options.paths else {}),
@@ -178,16 +205,21 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
     if exact_checkpoints:
         state._undo.append(install_checkpoints())
-    if minimum_swap_bytes is not None:
-        state.shims.append(f"minimum-swap-bytes={minimum_swap_bytes}")
-    if allocator is None:
-        _install_stock(state, partition_parameters, minimum_swap_bytes)
-        return
+
+
+def _install_swappers(
+    state: Enabled, ds_config: dict[str, Any], options: EnableOptions, derived: DerivedSettings, allocator: Any
+) -> None:
+    """Swappers of parameters and optimizer states over our engines, in memory of our allocator."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
     from .accelerator import pinning_accelerator
     from .gathers import watch_gathers
     from .param_swapper import pooled_swapper_class
     from .traces import give_up_outdated_traces
 
+    parts, minimum_swap_bytes = options.parts, options.minimum_swap_bytes
     swapper = (
         _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
         if parts.pool == "stock"
@@ -199,7 +231,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
         _install_cached_swapper(state, stage3, options.paths)
-    elif not swaps_gradients:
+    elif not _swaps_gradients(parts):
         _install_growing_buffers(state)
     derived.reserve = state.store and state.store.reserve
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
@@ -207,10 +239,11 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     _replace_accelerator(state, pinning_accelerator(get_accelerator(), allocator))
 
 
-def _install_stock(state: Enabled, partition_parameters: Any, minimum_swap_bytes: int | None) -> None:
+def _install_stock(state: Enabled, minimum_swap_bytes: int | None) -> None:
     """Today's DeepSpeed: nothing replaced, only watched (counters, ledger) and scaled (twins)."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.zero import partition_parameters
 
     from .accelerator import watching_accelerator
 
