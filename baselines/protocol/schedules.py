@@ -5,8 +5,9 @@ Each function adds one phase to a `memascend.planner.step.Step` and returns the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from memascend.planner.pieces import EMBEDDING, OUTPUT
 
@@ -27,7 +28,7 @@ def forward(step: Step, *, weights_wait: bool = True, stores_checkpoints: bool =
     """Weights come from where they wait, piece by piece and ahead of the GPU (or are there: `weights_wait` False);
     activation checkpoints leave it for host memory, and with `stores_checkpoints` go on to the SSD.
     """
-    return _through_the_model(step, "forward", step.pieces, "", weights_wait, stores_checkpoints, None)
+    return _Pass(step, "forward", weights_wait, stores_checkpoints, step.work.accumulation).add(step.pieces, "")
 
 
 def backward(
@@ -45,12 +46,12 @@ def backward(
     ends when the tasks that it returns have ended. Of several accumulated batches that is at the last one.
     """
     earlier = step.work.accumulation - 1 if arrived is not None else 0
-    backwards = (step, "backward", step.pieces[::-1])
+    pieces = step.pieces[::-1]
     if earlier:
-        name = "earlier batches, "
-        after = _through_the_model(*backwards, after, weights_wait, stores_checkpoints, None, earlier, name)
-    last = step.work.accumulation - earlier
-    return _through_the_model(*backwards, after, weights_wait, stores_checkpoints, arrived, last)
+        first = _Pass(step, "backward", weights_wait, stores_checkpoints, earlier, name="earlier batches, ")
+        after = first.add(pieces, after)
+    last = _Pass(step, "backward", weights_wait, stores_checkpoints, step.work.accumulation - earlier, arrived)
+    return last.add(pieces, after)
 
 
 def gradients_to_ssd(step: Step) -> Arrived:
@@ -66,69 +67,89 @@ def gradients_to_ssd(step: Step) -> Arrived:
     return arrived
 
 
-def _through_the_model(
-    step: Step,
-    phase: str,
-    pieces: list[Piece],
-    after: str,
-    weights_wait: bool,
-    stores_checkpoints: bool,
-    arrived: Arrived | None,
-    batches: int = 0,
-    name: str = "",
-) -> str:
-    """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through the model, for so many `batches` of the accumulated ones; `name` begins that of each task."""
 
-    A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
-    decides how far reads run ahead. Reads follow one another in the order of use, and so do copies. `batches`: of the
-    accumulated ones (0: all); `name` begins that of each task.
-    """
-    work, ranks, back = step.work, step.work.ranks, phase == "backward"
-    batches = batches or work.accumulation
-    if work.swaps and weights_wait:
-        step.pool(PARAMETER_POOL, step.pool_bytes)
-        step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
-    last_read = last_copy = after
-    done = []
-    for piece in pieces:
-        reads, sources = weights_wait and piece.stored_bytes, []
-        if reads:
-            needs = {"ssd.read": batches * piece.stored_bytes}
-            last_read = step.add(
-                f"{name}{phase}: read {piece.name}", phase, needs, after=(last_read,), takes=_buffer(piece)
+    step: Step
+    phase: str
+    weights_wait: bool
+    stores_checkpoints: bool
+    batches: int
+    arrived: Arrived | None = None
+    name: str = ""
+
+    @property
+    def back(self) -> bool:
+        return self.phase == "backward"
+
+    def add(self, pieces: list[Piece], after: str) -> str:
+        """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
+
+        A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
+        decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
+        """
+        step, phase = self.step, self.phase
+        if step.work.swaps and self.weights_wait:
+            step.pool(PARAMETER_POOL, step.pool_bytes)
+            step.pool(EMBEDDING_BUFFERS, _EMBEDDING_BUFFERS)
+        last_read = last_copy = after
+        done = []
+        for piece in pieces:
+            sources = []
+            for read in self._reads(piece):
+                last_read = step.add(after=(last_read,), **read)
+                sources.append(last_read)
+            if needs := self._copied(piece):
+                last_copy = step.add(
+                    f"{self.name}{phase}: copy {piece.name}", phase, needs, after=(last_copy, *sources)
+                )
+            computed = step.add(
+                f"{self.name}{phase}: {piece.name}",
+                phase,
+                {"gpu0": step.products(phase, piece) * self.batches / step.work.accumulation},
+                after=(last_copy,),
+                gives=_buffer(piece) if self.weights_wait and piece.stored_bytes else {},
             )
-            sources.append(last_read)
-        if back and stores_checkpoints and piece.checkpoint_bytes:
-            needs = {"ssd.read": batches * work.ranks * piece.checkpoint_bytes}
-            last_read = step.add(f"{name}read checkpoint of {piece.name}", phase, needs, after=(last_read,))
-            sources.append(last_read)
-        weights = step.gathered_share * piece.weight_bytes if weights_wait else 0
-        kept = piece.checkpoint_bytes if back else 0
-        if work.offloads and weights + kept:
-            needs = {"pcie0.down": batches * (weights + kept)}
-            needs |= step.memory(weights=batches * ranks * weights, activations=batches * ranks * kept)
-            last_copy = step.add(f"{name}{phase}: copy {piece.name}", phase, needs, after=(last_copy, *sources))
-        computed = step.add(
-            f"{name}{phase}: {piece.name}",
-            phase,
-            {"gpu0": step.products(phase, piece) * batches / work.accumulation},
-            after=(last_copy,),
-            gives=_buffer(piece) if reads else {},
-        )
-        done.append(computed)
-        outward = piece.weight_bytes / work.ranks if back else piece.checkpoint_bytes
-        if work.offloads and outward:
-            what = "gradients of" if back else "checkpoint of"
-            arriving = {"arriving_gradients" if back else "activations": batches * ranks * outward}
-            needs = {"pcie0.up": batches * outward, **step.memory(**arriving)}
-            sent = step.add(f"{name}{what} {piece.name}", phase, needs, after=(computed,))
-            done.append(sent)
-            if back and arrived is not None:
-                done += arrived(piece, sent)
-            if not back and stores_checkpoints:
-                needs = {"ssd.write": batches * work.ranks * outward}
-                done.append(step.add(f"write checkpoint of {piece.name}", phase, needs, after=(sent,)))
-    return step.add(f"{name}end of {phase}", phase, after=done)
+            done += [computed, *self._outward(piece, computed)]
+        return step.add(f"{self.name}end of {phase}", phase, after=done)
+
+    def _reads(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Of weights into a buffer of the pool, and of a checkpoint that has gone to the SSD."""
+        if self.weights_wait and piece.stored_bytes:
+            needs = {"ssd.read": self.batches * piece.stored_bytes}
+            name = f"{self.name}{self.phase}: read {piece.name}"
+            yield {"name": name, "phase": self.phase, "needs": needs, "takes": _buffer(piece)}
+        if self.back and self.stores_checkpoints and piece.checkpoint_bytes:
+            needs = {"ssd.read": self.batches * self.step.work.ranks * piece.checkpoint_bytes}
+            yield {"name": f"{self.name}read checkpoint of {piece.name}", "phase": self.phase, "needs": needs}
+
+    def _copied(self, piece: Piece) -> dict[str, float]:
+        """What copying weights, and in backward the checkpoint, to the GPU needs; nothing where nothing is copied."""
+        ranks = self.step.work.ranks
+        weights = self.step.gathered_share * piece.weight_bytes if self.weights_wait else 0
+        kept = piece.checkpoint_bytes if self.back else 0
+        if not (self.step.work.offloads and weights + kept):
+            return {}
+        moved = self.step.memory(weights=self.batches * ranks * weights, activations=self.batches * ranks * kept)
+        return {"pcie0.down": self.batches * (weights + kept)} | moved
+
+    def _outward(self, piece: Piece, computed: str) -> Iterator[str]:
+        """Tasks that take gradients, or in forward the checkpoint, from the GPU, and what follows them."""
+        step, ranks = self.step, self.step.work.ranks
+        outward = piece.weight_bytes / ranks if self.back else piece.checkpoint_bytes
+        if not (step.work.offloads and outward):
+            return
+        what = "gradients of" if self.back else "checkpoint of"
+        arriving = {"arriving_gradients" if self.back else "activations": self.batches * ranks * outward}
+        needs = {"pcie0.up": self.batches * outward, **step.memory(**arriving)}
+        sent = step.add(f"{self.name}{what} {piece.name}", self.phase, needs, after=(computed,))
+        yield sent
+        if self.back and self.arrived is not None:
+            yield from self.arrived(piece, sent)
+        if not self.back and self.stores_checkpoints:
+            needs = {"ssd.write": self.batches * ranks * outward}
+            yield step.add(f"write checkpoint of {piece.name}", self.phase, needs, after=(sent,))
 
 
 def _buffer(piece: Piece) -> dict[str, float]:
