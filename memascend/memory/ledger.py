@@ -103,6 +103,7 @@ class Ledger:
             if source not in self._sources:
                 self._sources.append(source)
 
+    # More than eight parameters: the fields of an entry, of which a caller names those that it knows.
     def record(
         self,
         name: str,

@@ -45,6 +45,7 @@ _LINEAR = 2.0**-6  # codes below it are evenly spaced
 _EXPONENTS = 8, 253  # least and largest
 
 
+# More than eight parameters: as `adamw_`, with the scales of the codes.
 def adamw8_(
     param: torch.Tensor,
     grad: torch.Tensor,

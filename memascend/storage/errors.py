@@ -13,6 +13,7 @@ class StorageError(OSError):
     tensor, where there is one; `others` counts further failed requests.
     """
 
+    # More than eight parameters: the fields of a failed request, as the native engines report them (`Failure`).
     def __init__(
         self,
         op: str,

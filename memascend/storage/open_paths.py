@@ -23,6 +23,7 @@ __all__ = ["open_paths"]
 log = logging.getLogger("memascend")
 
 
+# More than eight parameters: most are keys of the section `memascend`, each with its own default.
 def open_paths(
     paths: Sequence[str],
     owner: str,
