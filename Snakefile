@@ -1,4 +1,4 @@
-# The way in: snakemake --cores all figures
+# Usage: snakemake --cores all figures
 # Also: tables, claims, report, exhibits, artifact, artifact-verify, flagship; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
 from snakemake.utils import min_version
 

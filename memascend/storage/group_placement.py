@@ -36,7 +36,7 @@ class GroupPlacement:
         return sum(placed is path for placed in self.path_of.values())
 
     def idle(self) -> list[StoragePath]:
-        """Paths that could be used and keep no group, though not by a user's word."""
+        """Paths that could be used and keep no group, unless the user has fixed the shares."""
         if not self.path_of or not isinstance(self.placement, str):
             return []
         return [path for path in self._paths if path.usable and not path.full and not self.count(path)]

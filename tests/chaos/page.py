@@ -33,7 +33,7 @@ _SAID = {
     NAMED: "so they are after an error of one line that says what to do, and was done: space freed, the path back, "
     "states removed that hold no step, or gone on from the last checkpoint",
     "wrong bits": "some loss or state is another one",
-    "silent continuation": "it went on from an older step than had been completed, without a word",
+    "silent continuation": "it went on from an older step than had been completed, and said nothing",
     "lost steps": "it said so, and completed steps were lost all the same",
     "leak": "descriptors, threads, processes, shared memory or files that nobody has a use for stay",
     "hang": "a process had to be ended, or did not hear Ctrl-C",

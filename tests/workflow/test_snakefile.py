@@ -1,4 +1,4 @@
-"""The way in: what a person types, and what it answers."""
+"""What a person types, and what it answers."""
 
 from __future__ import annotations
 
