@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 
-def sums(ranks: int, values: list[float], device: torch.device | str) -> list[float]:
-    """Of each value over all ranks."""
+def sums(ranks: int, values: list[float], backend: Any) -> list[float]:
+    """Of each value over all ranks, on the backend's device."""
     if ranks == 1:
         return [float(value) for value in values]
-    found = torch.tensor(values, dtype=torch.float64, device=device)
+    found = torch.tensor(values, dtype=torch.float64, device=backend.device)
     torch.distributed.all_reduce(found)
     return [float(value) for value in found.tolist()]
 

@@ -350,7 +350,7 @@ class Worker:
 
     def _sums(self, values: list[float]) -> list[float]:
         """Sums over all ranks, which are also where ranks agree."""
-        return sums(self.ranks, values, self.backend.device)
+        return sums(self.ranks, values, self.backend)
 
     def _evaluate(self) -> bool:
         """Mean loss over the evaluation sequences; returns whether any rank was asked to stop meanwhile."""
