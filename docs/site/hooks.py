@@ -2,6 +2,7 @@
 
 - Pages that are made: one for each command (from `.cache/commands.json`, which docs/site/commands.py writes).
 - Pages and pictures from elsewhere in the repository that pages in docs/ link to: `ELSEWHERE`.
+- A style sheet.
 - The script that lets search run in pages that are opened from disk; the plugin would take one from the network.
 - Links to other files of the repository become their path, since a built site has no source tree beside it.
 """
@@ -17,7 +18,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ROOT / ".cache/commands.json"
-WORKER = ROOT / "docs/site/iframe-worker.js"
+ASSETS = {name: ROOT / "docs/site" / name for name in ("iframe-worker.js", "wide.css")}
 LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 # Path in the repository: place in the site.
 ELSEWHERE = {
@@ -38,7 +39,8 @@ def on_files(files, config):
             files.append(File.generated(config, place, content=(ROOT / path).read_text(encoding="utf-8")))
         else:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, "assets/iframe-worker.js", abs_src_path=str(WORKER)))
+    for name, path in ASSETS.items():
+        files.append(File.generated(config, f"assets/{name}", abs_src_path=str(path)))
     for name, text in json.loads(COMMANDS.read_text(encoding="utf-8")).items():
         files.append(File.generated(config, f"reference/commands/{name}.md", content=text))
     return files
