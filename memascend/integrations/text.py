@@ -40,10 +40,10 @@ class Documents:
                 self._paths.append(path)
             elif path.is_dir():
                 self._paths += self._files(path)
-            elif len(sources) == 1 and not source.startswith(("/", ".", "~")) and not _meant(path):
+            elif len(sources) == 1 and not source.startswith(("/", ".", "~")) and not _near(path):
                 self._dataset = self._load(source)
             else:
-                raise ValueError(f"there is no file or folder {source}{_meant(path)}; name text with --data")
+                raise ValueError(f"there is no file or folder {source}{_near(path)}; name text with --data")
 
     def _files(self, folder: Path) -> list[Path]:
         found = [
@@ -120,7 +120,7 @@ class Documents:
                     yield text
 
 
-def _meant(path: Path) -> str:
+def _near(path: Path) -> str:
     """Of a path that is not there: what stands beside its place under nearly the same name."""
     names = [each.name for each in path.absolute().parent.iterdir()] if path.absolute().parent.is_dir() else []
     return did_you_mean(path, (str(path.with_name(name)) for name in names), cutoff=0.75)

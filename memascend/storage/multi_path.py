@@ -49,9 +49,9 @@ from memascend.storage.storage_path import (
     Busy,
     PathReport,
     StoragePath,
-    named,
     no_path_takes,
     observe,
+    with_key,
 )
 from memascend.storage.tier import Transferred
 from memascend.storage.tier_base import TierBase, require_memory
@@ -429,7 +429,7 @@ class MultiPathTier(TierBase):
                 self._read_once(transfer, key, tensor, offset, priority, attempts - 1, end)
             else:
                 self._failures.take_out(path, error, of_write=False)
-                end(named(error, key))
+                end(with_key(error, key))
 
         try:
             self._attempts.begin(transfer, path, False, tensor.nbytes, submit, ended, now=False)

@@ -13,7 +13,7 @@ from memascend.storage.path_lock import PathLock
 from memascend.storage.placement import Rates
 from memascend.storage.tier import Tier, Transferred
 
-__all__ = ["Attempt", "Busy", "PathReport", "StoragePath", "named", "no_path_takes", "nothing_ends", "observe"]
+__all__ = ["Attempt", "Busy", "PathReport", "StoragePath", "no_path_takes", "nothing_ends", "observe", "with_key"]
 
 _OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
 _LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
@@ -94,7 +94,7 @@ class Busy:
         return Transferred(self.bytes[0], self.bytes[1], seconds[0], seconds[1])
 
 
-def named(error: StorageError, key: str) -> StorageError:
+def with_key(error: StorageError, key: str) -> StorageError:
     """Of a path that knows files alone: the tensor's name is what a user can do something with."""
     if error.key is not None:
         return error

@@ -64,7 +64,7 @@ class Lock:
         except FileNotFoundError:
             return False
 
-    def said(self) -> str:
+    def line(self) -> str:
         """What the holder, or the last one, has left."""
         return _said(self._handle)
 

@@ -325,7 +325,7 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
 
 def _take_over(lock: Lock) -> None:
     """Clean up after a process that was killed in this folder, as far as its lock file tells, and sign it."""
-    port = re.search(r"port (\d+)", lock.said())
+    port = re.search(r"port (\d+)", lock.line())
     if port:
         remove_shared_buffers(int(port.group(1)))
     lock.say(f"pid {os.getpid()}")

@@ -20,7 +20,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage import freed_space
 from memascend.storage.errors import StorageError
-from tests.killed import Loop
+from tests.crash_loop import CrashLoop
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RATES = [1e-2, 5e-3, 2e-3, 1e-3]
@@ -348,8 +348,8 @@ for step in range(done, steps):
 
 @pytest.mark.slow  # some twenty processes
 def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights(tmp_path):
-    expected = Loop(_LOOP, tmp_path / "whole", 150).digest()
-    ours = Loop(_LOOP, tmp_path / "ours", 150)
+    expected = CrashLoop(_LOOP, tmp_path / "whole", 150).digest()
+    ours = CrashLoop(_LOOP, tmp_path / "ours", 150)
     reached = [int(step) for (step,) in ours.killed(12, 5)]
     assert 10 < reached[-1] < 150
     assert reached == sorted(reached)

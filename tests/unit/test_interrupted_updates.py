@@ -10,7 +10,7 @@ from memascend.engine import in_place_update, state_store
 from memascend.engine.errors import InterruptedUpdate
 from memascend.engine.options import EngineOptions
 from memascend.engine.streaming import streaming
-from tests.killed import Loop
+from tests.crash_loop import CrashLoop
 from tests.unit import test_in_place_update as with_redo
 from tests.unit.test_in_place_update import Model, assert_same, batch, contents, instants, model, train
 
@@ -245,8 +245,8 @@ for step in range(done, steps):
 
 @pytest.mark.slow  # some twenty processes
 def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights_from_checkpoints(tmp_path):
-    expected = Loop(_LOOP, tmp_path / "whole", 100).digest()
-    ours = Loop(_LOOP, tmp_path / "ours", 100)
+    expected = CrashLoop(_LOOP, tmp_path / "whole", 100).digest()
+    ours = CrashLoop(_LOOP, tmp_path / "ours", 100)
     found = [(int(step), how) for step, how in ours.killed(15, 9)]
     assert all(step % 10 == 0 for step, how in found if how == "partial")
     assert {how for _, how in found} == {"partial", "kept"}

@@ -37,8 +37,12 @@ def test_a_steps_bytes_take_the_wanted_seconds_in_the_testbeds_ratio(c1):
 
 
 def test_the_seconds_aimed_at_are_those_of_the_first_arm_on_the_testbed(c1):
-    small = time_twin.aimed(time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "8"]), c1)
-    large = time_twin.aimed(time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "80"]), c1)
+    small = time_twin.target_ratios(
+        time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "8"]), c1
+    )
+    large = time_twin.target_ratios(
+        time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "80"]), c1
+    )
     assert large["device"] == pytest.approx(10 * small["device"], rel=0.01)
     assert large["ssd"] == small["ssd"] > small["host"] == large["host"] > 0
 

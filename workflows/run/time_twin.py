@@ -72,7 +72,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def aimed(args: argparse.Namespace, where: MachineSpec) -> dict[str, float]:
+def target_ratios(args: argparse.Namespace, where: MachineSpec) -> dict[str, float]:
     """Seconds of the first arm's work on the testbed, by resource."""
     system, arm, dtype = args.arms[0].split(":")
     shape = {"ranks": args.ranks, "batch": args.batch, "context": args.context}
@@ -108,7 +108,7 @@ def measure(
     deadline = time.monotonic() + args.time_limit
     for arm in arms:
         arm.wait_until_ready(deadline)
-    aim = aimed(args, where)
+    aim = target_ratios(args, where)
     pilot = [rounds(arms, [(tokens, 1)], 1, deadline, warm_up)[0] for tokens, warm_up in zip(PILOT_TOKENS, (2, 1))]
     slower = 1 / args.cpu_share if args.cpu_share else 1.0
     line = [(point["sequence"], slower * point["device_s"][0]) for point in pilot]

@@ -16,7 +16,7 @@ engine.close()
 """
 
 
-class Loop:
+class CrashLoop:
     """A program that says `ready` and what it goes on from, then a line a step, then `digest` and what it reached."""
 
     def __init__(self, code: str, folder: Path, steps: int) -> None:
