@@ -5,11 +5,11 @@ No torch here.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from memascend.deprecation import warn_renamed
 from memascend.suggestions import did_you_mean
 
 
@@ -66,11 +66,7 @@ def where_gradients_wait(parts: Mapping[str, Any], default: str = "nvme") -> Any
     given = parts.get("gradients", default)
     if not isinstance(given, str) or given not in _RENAMED:
         return given
-    warnings.warn(
-        f"memascend.gradients: {given!r} is now called {_RENAMED[given]!r}; memascend 2.0 will no longer accept it",
-        FutureWarning,
-        stacklevel=2,
-    )
+    warn_renamed(f"memascend.gradients: {given!r}", repr(_RENAMED[given]))
     return _RENAMED[given]
 
 

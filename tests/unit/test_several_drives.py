@@ -34,7 +34,7 @@ def test_one_key_is_enough_and_keeps_gradients_in_host_memory():
 
 @pytest.mark.parametrize(("former", "now"), [("kept", "host"), ("swapped", "nvme")])
 def test_former_values_of_gradients_work_with_a_warning(former, now):
-    with pytest.warns(FutureWarning, match=f"'{former}' is now called '{now}'"):
+    with pytest.warns(FutureWarning, match=f"'{former}' is now '{now}'"):
         assert section(gradients=former).parts.gradients == now
 
 
