@@ -76,7 +76,7 @@ def stages_of(args: argparse.Namespace) -> list[Stage]:
             name="runs",
             command=(*snakemake, *(args.exhibits or ["figures"])),
             needs=["torch", "ops"],
-            finding=r"^Done in|^Stopped|Error",
+            finding=r"^Done in|^Stopped|Error: \S",
         ),
         Stage(name="records", command=(*program, "--count", *rehearse, "--out", str(args.out), *some), needs=["torch"]),
         Stage(name="artifact", command=(*snakemake, "artifact"), needs=["runs"], skip=whole, finding=r"MB, \d+ tables"),

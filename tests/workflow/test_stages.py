@@ -166,3 +166,14 @@ def test_why_torch_sees_no_gpu_is_said_with_the_fix(monkeypatch):
 
     monkeypatch.setattr(gpu, "require_device", missing)
     assert "make gpu GPU=--rehearse" in gpu.why_not(None)
+
+
+def test_what_is_said_of_the_runs_is_why_they_stopped_and_not_the_name_of_an_error(tmp_path: Path) -> None:
+    (runs,) = (stage for stage in gpu.stages_of(gpu.parse(["--rehearse"])) if stage.name == "runs")
+    log = tmp_path / "log"
+    log.write_text(
+        "$ snakemake\n[ 2/9] record a\nStopped; what was finished is kept\nWorkflowError:\nAt least one job\n"
+    )
+    assert stages.finding(log, runs.finding) == "Stopped; what was finished is kept"
+    log.write_text("$ snakemake\nMissingRuleException: no rule makes it\n")
+    assert stages.finding(log, runs.finding) == "MissingRuleException: no rule makes it"
