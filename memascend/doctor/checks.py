@@ -17,6 +17,7 @@ from memascend.doctor.nodes import NodeSpeed, chosen_placement, measure_nodes
 from memascend.doctor.speed import DeviceSpeed, device_speed, takes_direct_io
 from memascend.memory.cgroup import host_memory, ram_bytes
 from memascend.memory.topology import Node, Topology
+from memascend.storage.shared_memory import room
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
@@ -145,6 +146,14 @@ def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
         fix = "end other programs first: ps aux --sort=-rss | head shows the largest"
         return Check(name="host memory", status=WARN, found=found, fix=fix)
     return Check(name="host memory", status=OK, found=found)
+
+
+def check_shared_memory(ranks: int, folder: Path = Path("/dev/shm")) -> Check:
+    there = room(ranks, folder)
+    if there.suffices:
+        return Check(name="shared memory", status=OK, found=f"{size(there.free_bytes)} free in {folder}")
+    found = f"{size(there.free_bytes)} free in {folder}; DeepSpeed on a CPU takes {size(there.needed_bytes)}"
+    return Check(name="shared memory", status=WARN, found=found, fix=there.FIX)
 
 
 def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
@@ -335,6 +344,7 @@ def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed
     yield check_kernel()
     yield check_memory(needs)
     yield check_memlock(needs, limit)
+    yield check_shared_memory(ranks)
     yield check_swap(limit)
     yield check_huge_pages()
     yield check_numa(ranks, speeds=measure_nodes() if try_speed else ())

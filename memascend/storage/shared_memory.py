@@ -21,6 +21,8 @@ CONTROL_FOLDER = "/dev/shm"
 # Of a control file (csrc/core/control.cpp): a header and what is reserved, and a bit for each unit of space.
 _CONTROL_BYTES, _PAGE_BYTES = 4096 + 16 * 131072, 4096
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
+# Of one rank: what DeepSpeed's all-reduce on CPUs makes at its start (shm.cpp: twice 1 and twice 32 MiB, and a header).
+_ALL_REDUCE_BYTES = 67 << 20
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
 _OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
 _UNLOCKED = "dead, its locks are not held by any process"
@@ -45,6 +47,26 @@ def control_file_bytes(data_bytes: int, unit_bytes: int) -> int:
     """Of the control file of a store of one file, which has room for `data_bytes` in such units."""
     units = -(-data_bytes // unit_bytes)
     return _CONTROL_BYTES + -(-units // (8 * _PAGE_BYTES)) * _PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Room:
+    """Of shared memory: what is free, and what a training on DeepSpeed takes there where the device is a CPU."""
+
+    free_bytes: int
+    needed_bytes: int
+
+    FIX = "start a container with --shm-size=1g (Podman, Docker); elsewhere: sudo mount -o remount,size=1g /dev/shm"
+
+    @property
+    def suffices(self) -> bool:
+        return self.free_bytes >= self.needed_bytes
+
+
+def room(ranks: int, folder: str | os.PathLike[str] = CONTROL_FOLDER) -> Room:
+    """A container has 64 MiB in all if it was not given more, which is less than one rank's buffers."""
+    status = os.statvfs(folder)
+    return Room(status.f_bavail * status.f_frsize, ranks * (_ALL_REDUCE_BYTES + _CONTROL_BYTES))
 
 
 def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:

@@ -235,6 +235,8 @@ def _composed(
         if setup.swaps:
             swap = _make_swap(nvme, folder)
             setup = setup_of(config, prepared, folder.root.name, str(swap.path))
+        if setup.backend == backends.DEEPSPEED:
+            preflight.check_shared_memory(config.ranks)
         preflight.check(config, prepared, folder.root, swap.path if swap else _states_to_come(setup))
         job = _job(config, folder, prepared, setup, steps)
         full = [each for each in found if each.is_full]

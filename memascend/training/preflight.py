@@ -11,12 +11,14 @@ from typing import Any
 from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.memory.cgroup import host_memory
+from memascend.storage.shared_memory import room
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
 # Bytes per parameter on the swap device, where there is no plan: 2 weights, 12 master and moments, 4 gradients
 # (evidence: DeepSpeed's swappers write 18 B/parameter per step), and a tenth for alignment.
 SWAP_BYTES = 20
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # ranks on GPUs reduce elsewhere
 # What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
 SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors
 # In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each, or bf16 masters with moments of 8 bits.
@@ -46,6 +48,16 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
             f"{byte_count(largest[1])}. {_less_memory(prepared)}"
         )
     _check_disks(config, prepared, output, swap)
+
+
+def check_shared_memory(ranks: int) -> None:
+    """ValueError where the buffers of DeepSpeed's ranks on CPUs would fill it: what is made next then fails."""
+    there = room(ranks)
+    if not there.suffices and not NVIDIA_DEVICE.exists():
+        raise ValueError(
+            f"/dev/shm has {byte_count(there.free_bytes)} free and {ranks} rank{'s' if ranks > 1 else ''} of DeepSpeed "
+            f"on a CPU take{'' if ranks > 1 else 's'} {byte_count(there.needed_bytes)}: {there.FIX}"
+        )
 
 
 def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:

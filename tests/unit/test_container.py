@@ -83,6 +83,9 @@ def test_the_how_to_names_the_files_and_the_level():
     assert "Containerfile" in page
     assert "apptainer.def" in page
     assert "how-to/run-in-a-container.md" in text("mkdocs.yml")
+    started = re.findall(r"^podman run .*", page, re.M)
+    assert started
+    assert all("--shm-size" in line for line in started), "DeepSpeed's ranks fill a container's own 64 MiB"
 
 
 def macros(folder: Path, *words: str) -> str:

@@ -318,8 +318,8 @@ def test_the_command_prints_every_check_and_its_status(capsys, direct):
     names = [check["name"] for check in made["checks"]]
     ops = ["DeepSpeed ops"] if packages.version("deepspeed") else []
     assert names == [
-        "kernel", "host memory", "locked memory", "swap", "huge pages", "NUMA", "io_uring", "libaio", "O_DIRECT",
-        "free space", "GPU", "extension", "torch", "DeepSpeed", *ops, "transformers",
+        "kernel", "host memory", "locked memory", "shared memory", "swap", "huge pages", "NUMA", "io_uring", "libaio",
+        "O_DIRECT", "free space", "GPU", "extension", "torch", "DeepSpeed", *ops, "transformers",
     ]  # fmt: skip
     assert {check["status"] for check in made["checks"]} <= {OK, WARN, FAIL}
     assert all(bool(check["fix"]) for check in made["checks"] if check["status"] != OK)
