@@ -15,10 +15,12 @@ os.environ.setdefault("MAX_JOBS", "2")
 
 extension = CppExtension(
     name="memascend._C",
-    sources=["memascend/csrc/bindings.cpp", *sorted(glob("memascend/csrc/core/*.cpp"))],
-    depends=sorted([*glob("memascend/csrc/*.h"), *glob("memascend/csrc/core/*.h")]),
+    sources=sorted(glob("memascend/csrc/*/*.cpp")),
+    depends=sorted(glob("memascend/csrc/*/*.h")),
+    include_dirs=[os.path.abspath("memascend/csrc")],
     # Without contraction a*b+c is what it says, so that every instruction set gives the same bits.
-    extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-Wall"],
+    # Its symbols are hidden, as those of pybind11 are: nothing is called from outside but the module itself.
+    extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"],
     extra_link_args=["-fopenmp"],
 )
 

@@ -1,4 +1,4 @@
-"""The native module (csrc/bindings.cpp). Use the Python modules that wrap it; operators are torch.ops.memascend.*."""
+"""The native module (csrc/bindings). Use the Python modules that wrap it; operators are torch.ops.memascend.*."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 """What killed processes have left in shared memory (/dev/shm): found, and removed where nobody can need it.
 
 Two kinds of files. A store's control file (2 MiB or more) carries locks that its living users hold, so that a dead
-one's is known for sure (csrc/core/control.cpp). DeepSpeed's all-reduce buffers (66 MiB per rank) carry none, and
+one's is known for sure (csrc/core/control_file.cpp). DeepSpeed's all-reduce buffers (66 MiB per rank) carry none, and
 DeepSpeed never removes them: one is left over when no process maps it and it is not just being made.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from memascend.storage.locks import try_lock
 
 CONTROL_FOLDER = "/dev/shm"
-# Of a control file (csrc/core/control.cpp): a header and what is reserved, and a bit for each unit of space.
+# Of a control file (csrc/core/control_layout.h): a header and what is reserved, and a bit for each unit of space.
 _CONTROL_BYTES, _PAGE_BYTES = 4096 + 16 * 131072, 4096
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
 # Of one rank: what DeepSpeed's all-reduce on CPUs makes at its start (shm.cpp: twice 1 and twice 32 MiB, and a header).
