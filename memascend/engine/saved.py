@@ -76,8 +76,8 @@ def begin_save(
             (partial / FACTS).write_text(json.dumps(dict(facts) | _kind(engine)))
         return engine.save(targets, end, give_up, what=f"save to {target}")
     except BaseException as error:
-        if (told := give_up(error)) is not error:
-            raise told from error
+        if (final := give_up(error)) is not error:
+            raise final from error
         raise
 
 

@@ -88,7 +88,7 @@ class Speculation:
         return pays
 
     def take_news(self) -> list[str]:
-        """Decisions that have not been told yet, each with its reason."""
+        """Decisions that have not been reported yet, each with its reason."""
         news, self.news = self.news, []
         return news
 

@@ -215,7 +215,7 @@ class StepRuntime(EngineState):
             self._close_streams()
             try:
                 self.state_store.compare_no_more()
-            except OSError as error:  # the step is kept: who is told of an error would do it twice
+            except OSError as error:  # the step is kept: whoever sees an error would do it twice
                 log.warning("memascend: the step is completed; reopening its states failed and is retried: %s", error)
                 self._half_taken_back = True
                 return

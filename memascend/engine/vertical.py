@@ -279,7 +279,7 @@ class ForwardFootprint:
     def found_midway(self) -> str | None:
         """What is another one in the middle of a forward pass, and may be put back at its end."""
         if self._hooks_now() != self._hooks:
-            return "the forward pass hooks modules, and would be told of the other micro-batches"
+            return "the forward pass hooks modules, and would see the other micro-batches"
         for owner, name in self._before.changed_attributes():
             return f"the forward pass changes {self._name(owner, name)}, which the micro-batches would share"
         return None
