@@ -58,7 +58,7 @@ def moved_and_counted(folder, dtype=torch.float32, model=None, **options):
             optimizer.step()
         moved = [after - earlier for after, earlier in zip(engine.transferred, before, strict=True)]
         size = {"input_numel": TOKENS * HIDDEN, "uses": matrix_uses(engine.units)}
-        facts = len(json.dumps(optimizer._facts()))
+        facts = len(json.dumps(optimizer.facts()))
         counted = step_traffic(engine.layout, engine.options, facts_bytes=facts, **size)
         taken = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
         return moved, counted, taken, folder_bytes(engine.layout, engine.options, **size)
