@@ -79,8 +79,8 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--system",
         metavar="NAME",
-        help="memascend (default), lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, all_in_gpu or "
-        "in_memory",
+        help="memascend (default), lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, all_in_gpu, "
+        "in_memory, colossal_ai or flashneuron",
     )
     how.add_argument(
         "--arm", metavar="NAME", help="a variant of the system, such as as_published or today of zero_infinity"

@@ -146,7 +146,7 @@ def _leanest_system(work: Workload) -> Change | None:
     needed = {work.system: plan(work).host_bytes}
     for name in systems.names():
         first = next(iter(systems.load(name).arms.values()))
-        if name == work.system or first.states_on == "gpu":
+        if name == work.system or first.states_on == "gpu" or not first.runs:
             continue
         if (changed := _with(work, {"system": name})) is not None:
             needed[name] = plan(changed).host_bytes

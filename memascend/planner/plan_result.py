@@ -187,7 +187,7 @@ def _nodes(host: Plan, machine: MachineSpec | None, policy: str | None, host_gra
 
 
 def _others(work: Workload) -> Iterator[Plan]:
-    """The other offloading systems at their defaults, and the arms that each wants shown beside it.
+    """The other offloading systems that train at their defaults, and the arms that each wants shown beside it.
 
     Stock DeepSpeed fails with bf16 states on NVMe, and other systems have no 8-bit moments, so their bars are those
     that can be had.
@@ -195,7 +195,7 @@ def _others(work: Workload) -> Iterator[Plan]:
     for name in systems.names():
         arms = systems.load(name).arms
         first = next(iter(arms))
-        if name == work.system or arms[first].states_on == "gpu":
+        if name == work.system or arms[first].states_on == "gpu" or not arms[first].runs:
             continue
         for arm, parts in arms.items():
             if arm == first or parts.shown_beside:

@@ -211,7 +211,7 @@ def _systems_that_fit(
     if sum(components.values()) <= available:
         return None
     for name in systems.names():
-        if name == IN_MEMORY:
+        if name == IN_MEMORY or not systems.arrangement(name).runs:
             continue
         with contextlib.suppress(ValueError):  # it does not take this run's settings
             work = workload_of_run(replace(config, system=name, arm=None), _spec(config, model_config), context)

@@ -351,6 +351,8 @@ def test_every_system_has_a_default_arm():
         "lohan": "optimized",
         "all_in_gpu": "today",
         "in_memory": "torch_adamw",
+        "colossal_ai": "as_published",
+        "flashneuron": "as_published",
     }
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from memascend.arrangements import Arrangement
 from memascend.baselines.lohan.equations import GIB, Net, Rates
 from memascend.planner.machine import MachineSpec
+from memascend.planner.options import Stack
 from memascend.planner.step_time import StepTime
 from memascend.systems import arrangement
 from workflows.paper_models import Paper, machine
@@ -18,6 +19,7 @@ T4090, T3090, T4080, T4X = "lohan-4090", "lohan-3090", "lohan-4080", "lohan-4x40
 PAPER = Paper("lohan", testbed=T4090)
 shown = PAPER.shown
 LOHAN, ZERO, OFFLOAD = "LoHan", "ZeRO-Infinity", "ZeRO-Offload"
+COLOSSAL, FLASHNEURON = "Colossal-AI", "FlashNeuron"
 BY_EQUATIONS, G10 = "LoHan (Eqs. 1 to 5)", "G10 (simulated)"
 PASSES = ("forward", "backward")  # over the weights
 SSDS, MEMORY_GB = 12, 768  # of the server (Table III)
@@ -28,6 +30,8 @@ ARMS = {
     "LoHan+ZeRO": ("lohan", "none"),
     ZERO: ("zero_infinity", "as_published"),
     OFFLOAD: ("zero_offload", "today"),
+    COLOSSAL: ("colossal_ai", "as_published"),
+    FLASHNEURON: ("flashneuron", "as_published"),
 }
 # Table VI: name -> layers, width.
 DITS = {
@@ -75,6 +79,8 @@ def step(
     """Context 1024, bf16. `swap`: by which of `memascend.swapping`'s rules an arm of LoHan swaps, if not its own."""
     system, arm = ARMS[series]
     work = {"context": 1024, "batch": batch, "ranks": gpus, "parts": swapping(system, arm, swap) if swap else None}
+    if series == COLOSSAL:
+        work["stack"] = Stack(checkpointing="plain")
     costs = PAPER.costs(own_s=dict.fromkeys(PASSES, runtime_s(series, model)))
     return PAPER.step(system, arm, model, bed(testbed, ssds), costs, **work)
 
@@ -104,11 +110,13 @@ def rates(ssds: int = SSDS, room: float = 0.0) -> Rates:
     return Rates(gpu=PAPER.value("gpu_throughput"), link=drives.pcie_bytes_per_s, room=room, **ways)
 
 
-def on_gpu(model: str, batch: int, gpu_gib: float) -> bool:
-    """Whether LoHan's few blocks and the activations of one fit (a rule found afterwards)."""
+def on_gpu(model: str, batch: int, gpu_gib: float, series: str = LOHAN) -> bool:
+    """Whether LoHan's few blocks and the activations of one fit (a rule found afterwards), and in Colossal-AI, which
+    keeps them there, the inputs of all blocks (V-A)."""
     n = net(model, batch)
     blocks = PAPER.value("blocks_on_gpu") * 24 * n.hidden**2
-    return blocks + 34 * n.tokens * n.hidden < gpu_gib * GIB
+    kept = n.between_blocks if series == COLOSSAL else 0.0
+    return blocks + 34 * n.tokens * n.hidden + kept < gpu_gib * GIB
 
 
 def most_on_gpu(model: str, gpu_gib: float, among: tuple[int, ...]) -> int | None:

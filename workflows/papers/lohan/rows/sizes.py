@@ -24,6 +24,8 @@ MEMORY_GB = (128, 256, 384, 512, 640, 768)
 PLANNED = "memascend.planner: host buffers; of the GPU 4 blocks and one block's activations"
 CPU_ONLY = "LoHan+CpuAct"
 BATCHES = (12, 24, 36, 60)
+# V-A, where it is not main memory: the inputs of blocks on the GPU, and all activations on the SSDs.
+CHECKPOINTING = {settings.COLOSSAL: "plain", settings.FLASHNEURON: "ssd"}
 
 
 def rows() -> Iterator[Row]:
@@ -35,13 +37,16 @@ def rows() -> Iterator[Row]:
         n = DiT(layers=layers, hidden=hidden, batch=1)
         cells = {"model": model, "series": "18 L h²"}
         yield shown("lohan-tab06", "parameters (10⁹)", n.parameters / 1e9, "", "18 L h^2", **cells)
-    yield from by_memory("lohan-fig02a", (settings.ZERO,), 24, settings.T4090)
-    n = 24 * GIB / 16 / 1e9
-    for memory in MEMORY_GB:
-        cells = {"series": "FlashNeuron", "x": ("main_memory_GB", memory)}
-        yield shown("lohan-fig02a", "max_trainable_model", n, "B", "24 GiB / 16 bytes per parameter", **cells)
-    yield from by_memory("lohan-fig06a", (settings.ZERO, settings.OFFLOAD, settings.LOHAN), 24, settings.T4090)
-    yield from by_memory("lohan-fig06b", (settings.ZERO, settings.OFFLOAD, settings.LOHAN), 16, settings.T4080)
+    yield from by_memory("lohan-fig02a", (settings.COLOSSAL, settings.ZERO), 24, settings.T4090)
+    systems = (settings.COLOSSAL, settings.ZERO, settings.OFFLOAD, settings.LOHAN)
+    yield from by_memory("lohan-fig06a", systems, 24, settings.T4090)
+    yield from by_memory("lohan-fig06b", systems, 16, settings.T4080)
+    for exhibit, gpu_gib, testbed in (
+        ("02a", 24, settings.T4090),
+        ("06a", 24, settings.T4090),
+        ("06b", 16, settings.T4080),
+    ):
+        yield from flashneuron(f"lohan-fig{exhibit}", gpu_gib, testbed)
     ratio = {"series": "LoHan / ZeRO-Infinity", "x": ("main_memory_GB", 768)}
     sizes = [settings.billions(largest(lambda m, s=s: fits(s, m, 768, 24))) for s in (settings.LOHAN, settings.ZERO)]
     yield shown("lohan-fig06a", "model_size_ratio", sizes[0] / sizes[1], "x", PLANNED, **ratio)
@@ -49,6 +54,18 @@ def rows() -> Iterator[Row]:
         yield from with_activations(exhibit, memory)
     yield from needed()
     yield from batches_of_policies()
+
+
+def flashneuron(exhibit: str, gpu_gib: int, testbed: str) -> Iterator[Row]:
+    """What 16 bytes per parameter leave room for beside what else a GPT of width 1600 has on the GPU, at batch 1: two
+    blocks' activations, logits, kernels and context. Main memory does not matter."""
+    work = workload(settings.FLASHNEURON, "1.6B", 1)
+    beside = gpu_memory(work).device_bytes - 16 * work.spec.parameters
+    value = (gpu_gib * GIB - beside) / 16 / 1e9
+    source = f"memascend.planner.gpu_memory: ({gpu_gib} GiB - {beside / 1e9:.2f} GB) / 16 bytes per parameter"
+    for memory in MEMORY_GB:
+        cells = {"series": settings.FLASHNEURON, "testbed": testbed, "x": ("main_memory_GB", memory)}
+        yield shown(exhibit, "max_trainable_model", value, "B", source, **cells)
 
 
 def needed() -> Iterator[Row]:
@@ -102,7 +119,8 @@ def host_bytes(series: str, model: str, batch: int = 1, gpus: int = 1) -> int:
 def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
     """With PyTorch's own cross-entropy, which has all logits on the GPU."""
     system, arm = settings.ARMS[series]
-    work = {"dtype": "bf16", "context": 1024, "batch": batch, "ranks": gpus, "stack": Stack(loss="plain")}
+    stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(series, "offloaded"))
+    work = {"dtype": "bf16", "context": 1024, "batch": batch, "ranks": gpus, "stack": stack}
     return papers(Workload(spec=settings.PAPER.spec(model), system=system, arm=arm, **work))
 
 
@@ -120,7 +138,8 @@ def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int 
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:
-    return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and settings.on_gpu(model, batch, gpu_gib)
+    fits_gpu = settings.on_gpu(model, batch, gpu_gib, series)
+    return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and fits_gpu
 
 
 def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str) -> Iterator[Row]:

@@ -1,0 +1,1 @@
+"""See system.yaml."""
