@@ -72,7 +72,8 @@ def __getattr__(name: str) -> Any:
         from .deprecation import warn_renamed
 
         warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
-        return __getattr__(_RENAMED[name])
+        globals()[name] = found = __getattr__(_RENAMED[name])  # `from memascend import` asks twice
+        return found
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_WHERE[name], __name__), name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,11 @@ class PlannedSystem(Described):
     buffers: Callable[[RankFootprint], None]
     tasks: Callable[[Step], None] | None = None  # None: its steps are not simulated yet
     chooses_policies: bool = False  # its schedule follows `Workload.activation_policies`
-    chooses_fates: InitVar[bool | None] = None  # deprecated: `chooses_policies`
 
-    def __post_init__(self, chooses_fates: bool | None) -> None:
-        if chooses_fates is not None:
-            warn_renamed("PlannedSystem(chooses_fates=...)", "chooses_policies=...")
-            object.__setattr__(self, "chooses_policies", chooses_fates)
+    @property
+    def chooses_fates(self) -> bool:
+        warn_renamed("PlannedSystem.chooses_fates", "PlannedSystem.chooses_policies")
+        return self.chooses_policies
 
     def defaults(self, arm: str) -> Mapping[str, Any]:
         """Keys of a training's configuration that an arm takes where the user names none."""
@@ -78,6 +78,22 @@ class PlannedSystem(Described):
         if self.tasks is None:
             raise ValueError(f"system {self.name!r} has no schedule: its steps cannot be simulated")
         self.tasks(step)
+
+
+def _with_former_names(init: Callable[..., None]) -> Callable[..., None]:
+    """Until 2.0 a system may be made with `chooses_fates`."""
+
+    @wraps(init)
+    def renamed(self: PlannedSystem, **fields: Any) -> None:
+        if "chooses_fates" in fields:
+            warn_renamed("PlannedSystem(chooses_fates=...)", "chooses_policies=...")
+            fields["chooses_policies"] = fields.pop("chooses_fates")
+        init(self, **fields)
+
+    return renamed
+
+
+PlannedSystem.__init__ = _with_former_names(PlannedSystem.__init__)  # type: ignore[method-assign]
 
 
 def read_description(folder: Path) -> dict[str, Any]:

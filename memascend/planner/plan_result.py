@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from inspect import getattr_static
 from typing import Any
 
 from memascend import systems
+from memascend.deprecation import warn_renamed
 from memascend.planner.activations import Choice, activation_room, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
@@ -172,9 +174,16 @@ def full_plan(
 
 
 def _choice(work: Workload, machine: MachineSpec, gpu_bytes: float | None) -> Choice | None:
-    if gpu_bytes is None or not getattr(systems.load(work.system), "chooses_policies", False):
+    if gpu_bytes is None or not _chooses_policies(systems.load(work.system)):
         return None
     return choose(work, machine, activation_room(work, gpu_bytes))
+
+
+def _chooses_policies(system: Any) -> bool:
+    if getattr_static(system, "chooses_fates", False) is True:  # a system of the user's, by the name of version 1.0
+        warn_renamed("chooses_fates of a system", "chooses_policies")
+        return True
+    return getattr(system, "chooses_policies", False)
 
 
 def _nodes(host: Plan, machine: MachineSpec | None, policy: str | None, host_gradients: bool) -> NodePlan | None:

@@ -1,20 +1,43 @@
 """Names of version 1.0 that have changed work as before, and say what to use."""
 
 import importlib
+import warnings
+from dataclasses import dataclass
 
 import pytest
 
 import memascend
 from memascend.baselines.protocol import PlannedSystem
 from memascend.engine import errors
-from memascend.planner import Workload, model_spec
+from memascend.planner import Workload, model_spec, plan_result
 
 
 def test_a_system_may_still_say_chooses_fates():
     with pytest.warns(FutureWarning, match=r"chooses_fates.* is now chooses_policies.* removed in 2\.0"):
         old = PlannedSystem(name="mine", arms={}, buffers=print, chooses_fates=True)
     assert old.chooses_policies
+    with pytest.warns(FutureWarning, match=r"chooses_fates is now"):
+        assert old.chooses_fates
     assert not PlannedSystem(name="mine", arms={}, buffers=print).chooses_policies
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheUser(PlannedSystem):
+    chooses_fates: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "made", True)
+
+
+def test_a_system_of_the_user_s_may_have_the_former_name_and_its_own_post_init():
+    mine = OfTheUser(name="mine", arms={}, buffers=print)
+    assert mine.made
+    with pytest.warns(FutureWarning, match="chooses_fates of a system is now chooses_policies"):
+        assert plan_result._chooses_policies(mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan_result._chooses_policies(PlannedSystem(name="m", arms={}, buffers=print, chooses_policies=True))
+        assert not plan_result._chooses_policies(PlannedSystem(name="m", arms={}, buffers=print))
 
 
 def test_a_workload_still_has_its_fates():
@@ -23,9 +46,12 @@ def test_a_workload_still_has_its_fates():
         assert work.fates == ("keep",)
 
 
-def test_torn_states_is_still_the_name_of_an_interrupted_update():
-    with pytest.warns(FutureWarning, match=r"memascend\.TornStates is now memascend\.InterruptedUpdate"):
-        assert memascend.TornStates is memascend.InterruptedUpdate
+def test_torn_states_is_still_the_name_of_an_interrupted_update(monkeypatch):
+    monkeypatch.delitem(vars(memascend), "TornStates", raising=False)  # as found by an earlier test
+    with pytest.warns(FutureWarning, match=r"memascend\.TornStates is now memascend\.InterruptedUpdate") as found:
+        from memascend import TornStates
+    assert len(found) == 1
+    assert TornStates is memascend.InterruptedUpdate
     assert "TornStates" not in memascend.__all__
 
 
