@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -270,3 +271,23 @@ def test_the_exhibit_that_is_measured_has_a_claim_that_the_smallest_profile_can_
 
 def models_in(claim: dict) -> set[str]:
     return {selector["model"].lower() for selector in claims.selectors(claim) if "model" in selector}
+
+
+def test_the_page_in_the_docs_has_every_line_with_what_the_committed_results_say():
+    said = json.loads((ROOT / "docs/badges.json").read_text())
+    text = (ROOT / "docs/badges.md").read_text()
+    again = "python -m workflows.artifact.kick_the_tires --with .venv --all --out docs"
+    assert text == tires.page(said), again
+    assert [each["name"] for each in said["lines"]] == [each.name for each in LINES], again
+    for each in said["lines"]:
+        (row,) = (row for row in text.splitlines() if row.startswith(f"| {each['says']} |"))
+        assert f"| **{each['status']}** |" in row
+    assert not re.search(r"(?<![\w.}])/(work|tmp|root|home|mnt)\b", text), "a path of the machine that it ran on"
+    assert "badges.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_lines_that_the_committed_results_do_not_meet_are_those_that_no_checkout_can():
+    """What ran and failed for a reason of ours is repaired, not published."""
+    said = json.loads((ROOT / "docs/badges.json").read_text())
+    left = {each["name"]: each["status"] for each in said["lines"] if each["status"] != MET}
+    assert left.items() <= {"archive": OUTSIDE, "version": NOT_MET, "others": OUTSIDE}.items()

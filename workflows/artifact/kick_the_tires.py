@@ -9,7 +9,8 @@ is there, and only builds the clone's own extension. `--all` adds the lines that
 (docs/how-to/run-in-a-container.md) this is a fresh clone in a bare Debian without a network.
 
 FOLDER (results/badges) gets badges.json and badges.md, written after each line: met, not met, not run, or in need of
-the outside world, which no command decides. Exit status: 0 if all that ran is met, 1 if a line is not, 2 on an error.
+the outside world, which no command decides. The page in docs/ is made by `--with .venv --all --out docs`. Exit status:
+0 if all that ran is met, 1 if a line is not, 2 on an error.
 """
 
 from __future__ import annotations
@@ -249,12 +250,12 @@ def page(said: dict[str, Any]) -> str:
     text = [
         "# Badge list, executed",
         "",
-        "<!-- made by `python -m workflows.artifact.kick_the_tires`, from badges.json -->",
+        "<!-- made from badges.json, by python -m workflows.artifact.kick_the_tires --with .venv --all --out docs -->",
         "",
         "What artifact evaluators check for each of ACM's badges, with the command that checks it here. The commands "
         "ran in a fresh clone with an empty environment. What needs the outside world, such as an archive, is listed "
-        "but was not checked. Which badges this earns is for evaluators to decide. To run it yourself after "
-        "`make setup`:",
+        "but was not checked. The line on the version's tag is not met until the version is released. Which badges "
+        "this earns is for evaluators to decide. To run it yourself after `make setup`:",
         "",
         "```",
         "python -m workflows.artifact.kick_the_tires --with .venv",
