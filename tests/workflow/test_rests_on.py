@@ -76,6 +76,7 @@ CHANGES = [(paper, name) for paper in registry.PAPERS for name in dict.fromkeys(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # two processes of 15 s each on an idle core, minutes on a busy machine
 @pytest.mark.parametrize(("paper", "name"), CHANGES)
 def test_a_value_that_a_constant_moves_lists_it(paper, name):
     """By 5 % each. A claim with words of its own for what it rests on is not asked."""
