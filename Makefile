@@ -1,4 +1,4 @@
-# From a fresh machine (Debian/Ubuntu, Python 3.11 or newer, a C++ compiler) to figures or tests in one command.
+# From a fresh machine (Debian/Ubuntu, Python 3.11 to 3.13, a C++ compiler) to figures or tests in one command.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -1,6 +1,7 @@
 """The set-up: what pyproject.toml asks for is pinned, the pins agree, and the steps of setup.sh do what they say."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -194,3 +195,18 @@ def test_locked_files_are_installed_before_what_asks_for_them(tmp_path, locked):
         assert "there is no locks/test.txt" in one_line(
             run_setup(tmp_path, "environment", "pins.txt", "test", LOCKED="1")
         )
+
+
+def test_every_place_that_names_versions_of_python_names_those_of_the_package():
+    """The hosted release builds a wheel for each of them."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    least, most = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", asked).groups()
+    wanted = [f"3.{minor}" for minor in range(int(least), int(most))]
+    script = (ROOT / "workflows/setup/setup.sh").read_text()
+    assert re.findall(r"\bpython(3\.\d+)", re.search(r"\$\{PYTHON:-(.*)\}", script)[1]) == wanted
+    assert f"(3, {least}) <= sys.version_info[:2] <= (3, {int(most) - 1})" in script
+    matrix = re.search(r"python: (\[.*\])", (ROOT / ".github/workflows/release.yml").read_text())[1]
+    assert json.loads(matrix) == wanted
+    named = f"Python {wanted[0]} to {wanted[-1]}"
+    for page in ("README.md", "CONTRIBUTING.md", "Makefile", "docs/ARTIFACT.md", "workflows/setup/setup.sh"):
+        assert named in (ROOT / page).read_text(), page

@@ -63,13 +63,13 @@ missing_system_packages() {
     fi
 }
 
-# First interpreter from Python 3.11 up that can make an environment and compile extensions.
+# First interpreter of Python 3.11 to 3.13 that can make an environment and compile extensions.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13}; do
         if "$candidate" - >/dev/null 2>&1 <<'PYTHON'; then
 import ensurepip, os, sys, sysconfig, venv
-sys.exit(sys.version_info < (3, 11) or not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13) or not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
 PYTHON
             command -v "$candidate"
             return
@@ -93,7 +93,7 @@ install_system_packages() {
         install+=(DEBIAN_FRONTEND=noninteractive apt-get)
         logged "system packages ${packages[*]}" apt_install
         missing_system_packages
-        [ ${#needed[@]} -eq 0 ] || fail "still missing after the installation: ${needed[*]} (Python 3.11 or newer is needed)"
+        [ ${#needed[@]} -eq 0 ] || fail "still missing after the installation: ${needed[*]} (Python 3.11 to 3.13 is needed)"
         return 0
     fi
     local command="sudo apt-get install -y ${packages[*]}"
@@ -111,7 +111,7 @@ make_environment() {
     if "$environment/bin/python" -c 'import pip' >/dev/null 2>&1; then return 0; fi
     local python
     python=$(find_python)
-    [ -n "$python" ] || fail "no Python 3.11 or newer with venv and headers found; install one, or name it: make PYTHON=/path/to/python3"
+    [ -n "$python" ] || fail "no Python 3.11 to 3.13 with venv and headers found; install one, or name it: make PYTHON=/path/to/python3"
     logged "virtual environment $environment ($("$python" --version))" "$python" -m venv --clear "$environment"
 }
 
