@@ -55,4 +55,5 @@ def test_a_retired_phrase_is_gone(instead):
 @pytest.mark.parametrize("instead", FEWER)
 def test_a_word_that_is_being_replaced_comes_into_no_other_file(instead):
     pattern, files = FEWER[instead]
-    assert {"/".join(path.parts[-2:]) for path in places(pattern)} - set(files.split()) == set(), f"say: {instead}"
+    found = {"/".join(path.relative_to(ROOT).parts[-2:]) for path in places(pattern)}
+    assert found - {"CHANGELOG.md", *files.split()} == set(), f"say: {instead}"  # it names what was renamed
