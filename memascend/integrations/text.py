@@ -132,18 +132,23 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 def load_tokenizer(source: Path, folder: Path) -> bool:
     """Save the tokenizer of the folder `source` to `folder`; False where there is none."""
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     if not any((source / name).is_file() for name in _TOKENIZER_FILES):
         return False
     logging.set_verbosity_error()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"the tokenizer in {source} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
-    tokenizer.save_pretrained(folder)
+    _tokenizer(source).save_pretrained(folder)
     return True
+
+
+def _tokenizer(folder: Path) -> Any:
+    """ValueError, in one line, where it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {' '.join(str(error).split())[:200]}") from None
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> None:
@@ -174,9 +179,7 @@ class Encoder:
     """Turns documents into ids with a document end after each."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._tokenizer = _tokenizer(folder)
         self._tokenizer.model_max_length = 10**12  # documents are cut by packing, not by the tokenizer
         self.size = len(self._tokenizer)
         end = self._tokenizer.eos_token_id
@@ -203,9 +206,9 @@ def go_on(
     begin with, and where prompt and tokens are more than the model's positions.
     """
     import torch
-    from transformers import AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    tokenizer = _tokenizer(tokenizer_folder)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0:
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

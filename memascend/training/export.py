@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 50 * 10**9  # as transformers' save_pretrained
 _MARK = ".memascend-export"  # in what an export that is cut off leaves, which the next one removes
+_LISTED_AGAIN = 10  # times, while a run replaces its only checkpoint
 INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
 
@@ -109,11 +110,19 @@ def _newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
 
 def _write_checkpoint(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
     """The newest checkpoint; its step. Its files are open before one is read: the run may remove them meanwhile."""
-    while (newest := _newest_checkpoint(folder)) is not None:
+    tried: Checkpoint | None = None
+    for _ in range(_LISTED_AGAIN):
+        newest = _newest_checkpoint(folder)
+        if newest is None:  # or the run has removed the one that was listed: a newer one is there then
+            continue
         with contextlib.ExitStack() as ends:
             try:
-                files = {path.name: ends.enter_context(path.open("rb")) for path in sorted(newest.model.iterdir())}
-            except FileNotFoundError:  # a newer one is there
+                paths = [path for path in sorted(newest.model.iterdir()) if not path.is_dir()]
+                files = {path.name: ends.enter_context(path.open("rb")) for path in paths}
+            except FileNotFoundError as error:
+                if tried is not None and tried.step == newest.step:
+                    raise ValueError(f"{error.filename} is missing: restore it, or remove {newest.path}") from None
+                tried = newest
                 continue
             _require_room(partial, sum(os.fstat(file.fileno()).st_size for file in files.values()))
             _copy({name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in files.items()}, partial, shard_bytes)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memascend.cli import main
-from memascend.training import export
+from memascend.training import checkpoint, export
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_backend, kept_source
 from memascend.training.progress import read_metrics
@@ -342,9 +342,23 @@ def test_the_newest_checkpoint_of_a_run_that_trains_is_exported_also_if_the_run_
         return copy(*given)
 
     monkeypatch.setattr(export, "_copy", after_the_run_has_removed_it)
+    listed, answers = checkpoint.listed, iter([([], ["removed"])])  # between listing it and looking at it
+    monkeypatch.setattr(checkpoint, "listed", lambda folder: next(answers, None) or listed(folder))
     with RunFolder(run).held(resume=True):
         export.export(run, tmp_path / "model", from_checkpoint=True)
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), wanted)
+
+
+def test_a_checkpoint_with_a_file_that_cannot_be_opened_is_one_line(runs, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(runs / "full", run)
+    newest = checkpoint.listed(RunFolder(run).checkpoints)[0][-1]
+    (newest.model / "gone.json").symlink_to("nowhere")
+    (newest.model / "folder").mkdir()  # is nobody's concern
+    said = refusal(capsys, "export", run, tmp_path / "model", "--from-checkpoint")
+    assert f"{newest.model / 'gone.json'} is missing: restore it, or remove {newest.path}" in said
+    (newest.model / "gone.json").unlink()
+    assert_same_weights(exported(run, tmp_path / "model"), exported(runs / "full", tmp_path / "wanted"))
 
 
 @pytest.mark.parametrize(

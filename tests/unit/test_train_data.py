@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from memascend.integrations.text import Documents, Encoder, load_tokenizer, train_tokenizer
+from memascend.integrations.text import Documents, Encoder, go_on, load_tokenizer, train_tokenizer
 from memascend.training import data, preflight
 from memascend.training.config import TrainConfig
 from memascend.training.progress import Progress, StepRecord, byte_count, duration, read_metrics
@@ -271,3 +271,10 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
     devices = dataclasses.replace(config, devices=[str(device)])
     with pytest.raises(ValueError, match=r"this run swaps 19.1 MiB; name more or larger --devices"):
         preflight.check(devices, prepared | {"planned_host_bytes": 1, "parameters": 10**6}, tmp_path, tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line_also_where_a_text_goes_on(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be loaded: "):
+        go_on(None, tmp_path, "a", 1, None)
