@@ -135,7 +135,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if options.host_memory is not None:
         _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
-    derived = _derived_settings(state, ds_config, options)
+    swaps_gradients = _swaps_gradients(parts)  # DeepSpeed is asked before anything of it is replaced
+    derived = _derived_settings(state, ds_config, options, swaps_gradients)
     _warn(state, ds_config, derived, deepspeed.__version__)
     if parts.optimizer_states == "bf16":
         _install_bf16_states(state)
@@ -151,18 +152,20 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if allocator is None:
         _install_stock(state, options.minimum_swap_bytes)
     else:
-        _install_swappers(state, ds_config, options, derived, allocator)
+        _install_swappers(state, ds_config, options, derived, allocator, grows=not swaps_gradients)
 
 
 def _swaps_gradients(parts: Parts) -> bool:
     return parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
 
 
-def _derived_settings(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> DerivedSettings | None:
+def _derived_settings(
+    state: Enabled, ds_config: dict[str, Any], options: EnableOptions, swaps_gradients: bool
+) -> DerivedSettings | None:
     """None where stock DeepSpeed runs, whose settings are its own."""
     if state.parts == STOCK:
         return None
-    derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=_swaps_gradients(state.parts))
+    derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
     if (budget := state.ledger.budget) is not None:
         derived.host_left = lambda: budget.limit_bytes - sum(state.ledger.in_use().values())
     return derived
@@ -208,9 +211,16 @@ def _install_optimizer(state: Enabled, options: EnableOptions, derived: DerivedS
 
 
 def _install_swappers(
-    state: Enabled, ds_config: dict[str, Any], options: EnableOptions, derived: DerivedSettings, allocator: Any
+    state: Enabled,
+    ds_config: dict[str, Any],
+    options: EnableOptions,
+    derived: DerivedSettings,
+    allocator: Any,
+    *,
+    grows: bool,
 ) -> None:
-    """Swappers of parameters and optimizer states over our engines, in memory of our allocator."""
+    """Swappers of parameters and optimizer states over our engines, in memory of our allocator. `grows`: buffers of one
+    path have none for gradients, and get one where a sub-group needs it."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partition_parameters, stage3
 
@@ -231,7 +241,7 @@ def _install_swappers(
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
         _install_cached_swapper(state, stage3, options.paths)
-    elif not _swaps_gradients(parts):
+    elif grows:
         _install_growing_buffers(state)
     derived.reserve = state.store and state.store.reserve
     _replace_loaded_op(state, AioModule(allocator, state.io, derived.io, state.store))
