@@ -160,3 +160,11 @@ def test_every_schema_describes_itself() -> None:
         schema = json.loads(path.read_text())
         assert schema["$id"] == path.name
         assert "version" in schema["title"].lower() or path.name == "trace.schema.json"
+
+
+def test_a_bundle_that_cannot_be_checked_ends_with_another_status_than_0(tmp_path):
+    """The rule shows what the check prints through a pipe: its status is the check's."""
+    (tmp_path / "mine.zip").write_text("no bundle")
+    done = snakemake("--cores", "1", "artifact-verify", f"bundle={tmp_path / 'mine.zip'}", fresh=tmp_path)
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "mine.zip" in done.stdout + done.stderr

@@ -8,7 +8,9 @@ from workflows.console import Console, leave_servers, start_servers
 
 # Rules call `python`: the one that runs Snakemake, whether or not its environment is activated.
 # Snakemake's own prefix, which this one replaces, makes a pipe fail with any of its commands.
-shell.prefix(f"set -euo pipefail; export PATH={os.path.dirname(sys.executable)}:$PATH; ")
+shell.prefix(
+    f"set -euo pipefail; export PATH={os.path.dirname(sys.executable)}:$PATH; "
+)
 workflow_config = Configuration(config, sys.argv[1:])
 RAW, DERIVED, FIGURES = (
     workflow_config.raw,
