@@ -582,7 +582,8 @@ all_of(ends).wait()
 pending = [tier.read("w", buffer) for tier in tiers]
 child = os.fork()
 if child == 0:
-    for call in [each.wait for each in pending] + [lambda tier=tier: tier.read("w", buffer) for tier in tiers]:
+    running = [each for each in pending if not each.done]  # one that had ended at the fork has its value here too
+    for call in [each.wait for each in running] + [lambda tier=tier: tier.read("w", buffer) for tier in tiers]:
         try:
             call()
         except RuntimeError as error:
