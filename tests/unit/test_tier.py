@@ -582,7 +582,7 @@ all_of(ends).wait()
 pending = [tier.read("w", buffer) for tier in tiers]
 child = os.fork()
 if child == 0:
-    running = [each for each in pending if not each.done]  # one that had ended at the fork has its value here too
+    running = [each for each in pending if not each.done()]  # one that had ended at the fork has its value here too
     for call in [each.wait for each in running] + [lambda tier=tier: tier.read("w", buffer) for tier in tiers]:
         try:
             call()
