@@ -14,16 +14,19 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType, TracebackType
 
 from workflows.run.provenance import atomically, digest_of
 
 OK, FAILED, SKIPPED, STOPPED = "ok", "failed", "skipped", "stopped"
 STATE, TABLE = "stages.json", "stages.md"
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+KILLED_AT = 3  # Ctrl-C in one stage: who types it once more after two have not ended the stage wants it gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,17 @@ def run_stages(
 ) -> list[Outcome]:
     """Run them in turn, saying after each what it found. `again`: also those that an earlier call has done.
 
-    Raises ValueError for names that occur twice or stages that need one that does not come before them; and
-    KeyboardInterrupt after the stage that it stopped is written down.
+    Raises ValueError for names that occur twice or stages that need one that does not come before them; and, after
+    Ctrl-C, KeyboardInterrupt once the outcome of the stage that was running is written down, wherever it came.
     """
     check(stages)
+    with _CtrlC() as interrupt:
+        return _run_stages(stages, folder, commit, again, say, interrupt)
+
+
+def _run_stages(
+    stages: Sequence[Stage], folder: Path, commit: str, again: bool, say: Callable[[str], None], interrupt: _CtrlC
+) -> list[Outcome]:
     folder.mkdir(parents=True, exist_ok=True)
     before = {} if again else {outcome.name: outcome for outcome in read(folder)}
     done: dict[str, Outcome] = {}
@@ -85,13 +95,62 @@ def run_stages(
             outcome = earlier
         else:
             say(f"[{number}/{len(stages)}] {stage.name} ... (log: {log})")
-            outcome = _run(stage, log, key)
+            outcome = _run(stage, log, key, interrupt)
         done[stage.name] = outcome
         write(folder, list(done.values()))
         say(f"[{number}/{len(stages)}] {line(outcome)}{', completed by an earlier call' if outcome is earlier else ''}")
-        if outcome.status == STOPPED:
+        if interrupt.times:
             raise KeyboardInterrupt
     return list(done.values())
+
+
+class _CtrlC:
+    """While stages run, SIGINT is counted and passed on to the stage, and raises nothing here.
+
+    KeyboardInterrupt could otherwise come between the start of a program and the wait for it, or while its outcome is
+    written, and the stage would be missing from the state. Programs that are started still end by SIGINT, since what
+    has a handler here is the default in them. What ignores SIGINT (a job of nohup) goes on ignoring it. Outside the
+    main thread, where Python delivers no signal, nothing is changed.
+    """
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> _CtrlC:
+        self.before = signal.getsignal(signal.SIGINT)
+        self.ours = (
+            threading.current_thread() is threading.main_thread()
+            and self.before is not signal.SIG_IGN
+            and self.before is not None  # of a program that embeds Python
+        )
+        if self.ours:
+            signal.signal(signal.SIGINT, self._came)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.ours:
+            signal.signal(signal.SIGINT, self.before)
+        if self.times and error is None:  # after the last outcome was written
+            raise KeyboardInterrupt
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        self.times += 1
+        if self.process is not None:
+            self._tell(self.process)
+
+    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+        """The terminal tells the stage too; this is for a signal that came to this process alone."""
+        process.send_signal(signal.SIGKILL if self.times >= KILLED_AT else signal.SIGINT)
+
+    def wait(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+        """(exit status, whether Ctrl-C came while it ran). It ends as it does by itself when it is told."""
+        self.process = process
+        if self.times:  # it came while the process was being started
+            self._tell(process)
+        status = process.wait()
+        self.process = None
+        return status, self.times > 0
 
 
 def check(stages: Sequence[Stage]) -> None:
@@ -104,7 +163,7 @@ def check(stages: Sequence[Stage]) -> None:
         seen.add(stage.name)
 
 
-def _run(stage: Stage, log: Path, key: str) -> Outcome:
+def _run(stage: Stage, log: Path, key: str, interrupt: _CtrlC) -> Outcome:
     began, stopped = time.monotonic(), False
     with log.open("w") as output:
         output.write(f"$ {' '.join(stage.command)}\n")
@@ -121,7 +180,7 @@ def _run(stage: Stage, log: Path, key: str) -> Outcome:
             output.write(f"{stage.command[0]}: {error.strerror}\n")
             status = 127
         else:
-            status, stopped = _wait(process)
+            status, stopped = interrupt.wait(process)
     what = STOPPED if stopped else OK if status == 0 else FAILED
     return Outcome(
         name=stage.name,
@@ -133,15 +192,6 @@ def _run(stage: Stage, log: Path, key: str) -> Outcome:
         key=key,
         optional=stage.optional,
     )
-
-
-def _wait(process: subprocess.Popen) -> tuple[int, bool]:
-    """(exit status, whether Ctrl-C came). The terminal has told the stage too: it ends as it does by itself."""
-    try:
-        return process.wait(), False
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)  # for the case that the signal came to this process alone
-        return process.wait(), True
 
 
 def finding(log: Path, pattern: str) -> str:

@@ -129,6 +129,61 @@ def test_ctrl_c_ends_the_stage_and_is_written_down(tmp_path):
     assert "| b | stopped |" in (tmp_path / stages.TABLE).read_text()
 
 
+class Comes:
+    """SIGINT comes at the end of a function, after its work and before its caller has the result."""
+
+    def __init__(self, monkeypatch, owner, name, times=1):
+        self.work, self.left = getattr(owner, name), times
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *args, **kwargs):
+        made = self.work(*args, **kwargs)
+        while self.left:
+            self.left -= 1
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+
+def interrupted(folder, *, command=("sleep", "60")):
+    with pytest.raises(KeyboardInterrupt):
+        stages.run_stages(
+            [Stage(name="b", command=command), shell("after", "echo never")], folder, "", say=lambda line: None
+        )
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (found,) = stages.read(folder)
+    return found
+
+
+def test_ctrl_c_while_the_program_is_being_started_ends_it_and_is_written_down(tmp_path, monkeypatch):
+    Comes(monkeypatch, subprocess, "Popen")
+    found = interrupted(tmp_path)
+    assert (found.status, found.exit_status) == (STOPPED, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("name", ["finding", "write", "line"])
+def test_ctrl_c_after_the_program_has_ended_leaves_its_outcome_and_begins_no_other(tmp_path, monkeypatch, name):
+    Comes(monkeypatch, stages, name)
+    found = interrupted(tmp_path, command=("echo", "done"))
+    assert (found.status, found.found) == (OK, "done")
+    assert "| b | ok |" in (tmp_path / stages.TABLE).read_text()
+
+
+def test_a_program_that_ignores_ctrl_c_is_killed_by_the_third(tmp_path, monkeypatch):
+    ignores = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    Comes(monkeypatch, subprocess, "Popen", times=stages.KILLED_AT)
+    found = interrupted(tmp_path, command=(sys.executable, "-c", ignores))
+    assert (found.status, found.exit_status) == (STOPPED, -signal.SIGKILL)
+
+
+def test_where_ctrl_c_is_ignored_the_stages_ignore_it_too(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        (found,) = stages.run_stages([shell("a", "kill -INT $$; echo there")], tmp_path, "", say=lambda line: None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (found.status, found.found) == (OK, "there")
+
+
 def test_the_rehearsed_profile_has_the_runs_of_the_real_one_and_needs_no_gpu(tmp_path):
     document = yaml.safe_load(gpu.EXPERIMENTS.read_text())
     path = tmp_path / "experiments.yaml"
