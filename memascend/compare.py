@@ -1,8 +1,8 @@
 """`memascend compare A B`: two steps phase by phase, or two sets of results with their spread and verdicts.
 
 A step is a trace, from `plan --trace` or `train --trace`. A set of results is a record or a folder of them (JSON whose
-`points` hold repeats), a table of claims (CSV with a column `verdict`), or an artifact's zip, which holds both. No
-torch here.
+`points` hold repeats), a table of claims (CSV with a column `verdict`), or an artifact's zip, which holds both. What is
+compared of repeats is seconds, or bytes per second where a bench runs for a stated time. No torch here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from memascend.simulator.side_by_side import StepOf, as_text, rows, step_of_trace
 from memascend.simulator.step_picture import draw
 from memascend.simulator.trace import read_trace
+
+# Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
+_STREAMED = {"engine": "", "fio": "fio"}
 
 
 def add_compare(commands: Any) -> None:
@@ -62,6 +65,8 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
         if results.twice:
             many = f"{len(results.twice)} measurements (such as {results.twice[0]!r})"
             print(f"note: {path}: {many} in more than one record; the last record's are compared", file=sys.stderr)
+    for note in _other_settings(a, b):
+        print(f"note: {note}", file=sys.stderr)
     found = list(compared(a, b))
     if not found:
         raise ValueError(f"{options.a} and {options.b} have no measurement in common")
@@ -72,13 +77,21 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
     return "\n".join([*head, *map(_line, listed), *([""] if listed else []), _summary(found, a, b)]), 0
 
 
+class Repeats(NamedTuple):
+    """Of one measurement. `rate`: bytes per second, of which more is faster; else seconds."""
+
+    values: list[float]
+    rate: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """Repeats of each measurement by its name, and the verdict and value of each claim."""
 
-    repeats: dict[str, list[float]]
+    repeats: dict[str, Repeats]
     claims: dict[str, tuple[str, str]]
     twice: tuple[str, ...] = ()  # measurements that more than one record holds; the last one's repeats are kept
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a bench, by what its measurements begin with
 
 
 def load(path: Path) -> StepOf | Results:
@@ -113,6 +126,7 @@ def _together(path: Path, found: list[Results]) -> Results:
         twice=tuple(sorted(name for name, count in counts.items() if count > 1)),
         repeats={name: values for each in found for name, values in each.repeats.items()},
         claims={name: verdict for each in found for name, verdict in each.claims.items()},
+        settings={called: settings for each in found for called, settings in each.settings.items()},
     )
 
 
@@ -172,36 +186,61 @@ def _results_of(path: Path, text: str) -> Results:
         )
     record = _parsed(path, text)
     points = record.get("points")
-    called = record.get("run_id") or record.get("benchmark") or path.stem
-    repeats = dict(_repeats(str(called), points)) if isinstance(points, list) else {}
-    return Results(repeats=repeats, claims={})
+    if "run_id" in record:
+        called, settings = str(record["run_id"]), {}  # the same run has the same settings
+    else:
+        settings = {key: value for key, value in record.items() if isinstance(value, str | int)}
+        called = str(settings.pop("benchmark", path.stem))
+        if settings.pop("registered", False):  # the buffers of `bench nvme`: another way of measuring
+            called += ", registered"
+    repeats = dict(_repeats(called, points)) if isinstance(points, list) else {}
+    return Results(repeats=repeats, claims={}, settings={called: settings} if repeats else {})
 
 
-def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, list[float]]]:
-    """Lists of seconds, named by the point's other keys."""
+def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
+    """Lists of seconds or of rates, named by the point's other keys."""
     for point in points:
         if isinstance(point, dict):
             plain = [str(value) for value in point.values() if isinstance(value, str | int)]
-            for key, values in point.items():
-                timed = key == "seconds" or key.endswith("_s")
-                if timed and isinstance(values, list) and values and all(isinstance(v, int | float) for v in values):
-                    yield " ".join([f"{called}:", *plain, "" if key == "seconds" else key]).rstrip(), values
+            streamed = point.get("question") == "stream"
+            timed = _STREAMED if streamed else {key: _named(key) for key in point if _named(key) is not None}
+            for key, name in timed.items():
+                values = point.get(key)
+                if isinstance(values, list) and values and all(isinstance(v, int | float) for v in values):
+                    yield " ".join([f"{called}:", *plain, name or ""]).rstrip(), Repeats(values, rate=streamed)
+
+
+def _named(key: str) -> str | None:
+    """What a list of seconds under this key adds to the name of its point; None: it is no such list."""
+    return "" if key == "seconds" else key if key.endswith("_s") and not key.endswith("_per_s") else None
 
 
 def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
     """What both have. Repeats decide by their quartiles: where they overlap, neither is faster."""
     for name in a.repeats:
         if name in b.repeats:
-            mine, theirs = _quartiles(a.repeats[name]), _quartiles(b.repeats[name])
+            rate = a.repeats[name].rate
+            mine, theirs = _quartiles(a.repeats[name].values), _quartiles(b.repeats[name].values)
             apart = theirs[0] > mine[2] or theirs[2] < mine[0]
-            slower = theirs[1] > mine[1]
+            slower = theirs[1] < mine[1] if rate else theirs[1] > mine[1]
             verdict = "within the spread" if not apart else "B is slower" if slower else "B is faster"
-            yield {"name": name, "a_s": mine, "b_s": theirs, "ratio": _ratio(theirs[1], mine[1]), "verdict": verdict}
+            unit = "bytes_per_s" if rate else "s"
+            both = {f"a_{unit}": mine, f"b_{unit}": theirs}
+            yield {"name": name, **both, "ratio": _ratio(theirs[1], mine[1]), "verdict": verdict}
     for name in a.claims:
         if name in b.claims:
             before, after = a.claims[name], b.claims[name]
             verdict = "equal" if before == after else "other value" if before[0] == after[0] else "other verdict"
             yield {"name": name, "a": before, "b": after, "verdict": verdict}
+
+
+def _other_settings(a: Results, b: Results) -> Iterator[str]:
+    """What the benches of both were set to, where they differ."""
+    for called in sorted(a.settings.keys() & b.settings.keys()):
+        mine, theirs = a.settings[called], b.settings[called]
+        for key in sorted(mine.keys() & theirs.keys()):
+            if mine[key] != theirs[key]:
+                yield f"{called}: {key} is {mine[key]} in A and {theirs[key]} in B"
 
 
 def _ratio(b: float, a: float) -> float | None:
@@ -218,9 +257,11 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 def _line(found: dict[str, Any]) -> str:
     if "ratio" in found:
-        a, b = (f"{m:.4g} [{low:.4g}, {high:.4g}]" for low, m, high in (found["a_s"], found["b_s"]))
+        unit, key, scale = ("s", "s", 1.0) if "a_s" in found else ("GB/s", "bytes_per_s", 1e-9)
+        sides = [[scale * value for value in found[f"{side}_{key}"]] for side in "ab"]
+        a, b = (f"{m:.4g} [{low:.4g}, {high:.4g}] {unit}" for low, m, high in sides)
         ratio = "" if found["ratio"] is None else f", B / A {found['ratio']:.3f}"
-        return f"{found['name']}: A {a} s, B {b} s{ratio}: {found['verdict']}"
+        return f"{found['name']}: A {a}, B {b}{ratio}: {found['verdict']}"
     (before, was), (after, now) = found["a"], found["b"]
     if found["verdict"] == "equal":
         return f"{found['name']}: {after}, {now or 'no value'}"

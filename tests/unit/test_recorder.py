@@ -158,6 +158,46 @@ def test_two_sets_of_results_are_told_apart_by_their_quartiles(tmp_path, capsys,
     assert (found["name"], found["verdict"]) == ("r: one 4 forward_s", verdict)
 
 
+def streams(folder, name, engine, **settings):
+    """A record of `bench nvme`, whose repeats each run for 0.7 s."""
+    point = {"question": "stream", "method": "engine io_uring", "op": "write", "engine": engine, "fio": [2e9, 2e9]}
+    folder.mkdir(exist_ok=True)
+    record = {"benchmark": "nvme", **settings, "points": [point | {"seconds": [0.7] * len(engine)}]}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_benches_of_a_fixed_time_are_compared_by_their_rates(tmp_path, capsys):
+    streams(tmp_path / "a", "one", [3.8e9, 3.9e9], target="file", depth=16)
+    streams(tmp_path / "b", "one", [2.0e9, 2.1e9], target="loop", depth=16)
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert cli.main(command) == 0
+    said = capsys.readouterr()
+    assert (
+        "nvme: stream engine io_uring write: A 3.85 [3.8, 3.9] GB/s, B 2.05 [2, 2.1] GB/s, B / A 0.532: B is slower"
+        in said.out
+    )
+    assert "stream engine io_uring write fio: A 2 [2, 2] GB/s, B 2 [2, 2] GB/s, B / A 1.000: within the" in said.out
+    assert "0.7" not in said.out
+    assert said.err == "note: nvme: target is file in A and loop in B\n"
+    assert cli.main([command[0], command[2], command[1]]) == 0
+    assert "B is faster" in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert (found["a_bytes_per_s"], found["b_bytes_per_s"]) == ([3.8e9, 3.85e9, 3.9e9], [2.0e9, 2.05e9, 2.1e9])
+    assert "a_s" not in found
+
+
+def test_benches_with_registered_buffers_are_not_compared_with_those_without(tmp_path, capsys):
+    for folder, rates in (("a", (3.8e9, 2.8e9)), ("b", (3.7e9, 2.7e9))):
+        for registered, rate in zip((True, False), rates, strict=True):
+            streams(tmp_path / folder, str(registered), [rate], registered=registered)
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr()
+    assert "nvme, registered: stream engine io_uring write: A 3.8 [3.8, 3.8] GB/s, B 3.7" in said.out
+    assert "nvme: stream engine io_uring write: A 2.8 [2.8, 2.8] GB/s, B 2.7" in said.out
+    assert said.err == ""
+
+
 def test_claims_that_change_their_verdict_are_named(tmp_path, capsys):
     header = "claim_id,lane,verdict,value\n"
     (tmp_path / "a.csv").write_text(header + "x,modelled,deviates,23.6\ny,modelled,reproduced,1\n")
