@@ -21,15 +21,21 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from memascend.suggestions import did_you_mean
 from workflows import stages
+from workflows.refusals import ready
 from workflows.run.children import require_device
 from workflows.run.provenance import ROOT
 from workflows.stages import Stage
+
+if TYPE_CHECKING:
+    from workflows.configuration import Configuration
 
 PROFILE, EXPERIMENTS = "gpu", Path("workflows/config/experiments.yaml")
 LARGEST_K = 64  # of the schema
@@ -200,12 +206,39 @@ def load_ops() -> int:
     return 0
 
 
-def count(args: argparse.Namespace) -> int:
-    """Print how the runs ended; 1 if one has no record, or none has a result."""
+def configured(with_settings: dict[str, str]) -> Configuration:
     from workflows.configuration import Configuration
 
-    defaults = yaml.safe_load(Path("workflows/config/config.yaml").read_text())
-    known = Configuration(defaults | settings(args), [])
+    return Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()) | with_settings, [])
+
+
+def exhibits_of(names: Sequence[str]) -> list[str]:
+    """The exhibits that are named, by id or as all of a paper's that have runs here. ValueError for a name that is
+    none, or of what has no run in this profile: before the minutes after which Snakemake would refuse it."""
+    if not names:
+        return []
+    known = configured({"profile": PROFILE})
+    run = [name for name in known.built if any(name in (run["exhibits"] or ()) for run in known.runs.values())]
+    papers = {known.target_of(paper): paper for paper in known.papers}
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in known.entries and name not in papers:
+            raise ValueError(
+                f"--exhibits: {name} is no exhibit{did_you_mean(name, [*known.entries, *papers])}; "
+                f"those with runs on a GPU: {', '.join(run)}"
+            )
+        mine = [each for each in run if each == name or known.entries[each]["paper"] == papers.get(name)]
+        if not mine:
+            raise ValueError(
+                f"--exhibits: {name} has no run in the profile {PROFILE}; those with runs: {', '.join(run)}"
+            )
+        found |= dict.fromkeys(mine)
+    return list(found)
+
+
+def count(args: argparse.Namespace) -> int:
+    """Print how the runs ended; 1 if one has no record, or none has a result."""
+    known = configured(settings(args))
     wanted = [
         name
         for name, run in known.runs.items()
@@ -244,13 +277,20 @@ def report(args: argparse.Namespace, outcomes: list[stages.Outcome]) -> str:
     return "\n".join([f"{good} of {len(outcomes)} stages are ok.", *lines])
 
 
+def cores(text: str) -> str:
+    """Of --cores, as Snakemake takes them."""
+    if text == "all" or (text.isdecimal() and int(text) > 0):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of cores above 0 nor 'all'")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="make gpu GPU='...'", description=__doc__.split("\n\n", 1)[1])
     p.add_argument("--out", type=Path, metavar="DIR", help="default: results/gpu, or results/gpu-rehearsal")
     p.add_argument(
         "--exhibits", nargs="+", default=[], metavar="ID", help="only the runs of these exhibits; no artifact"
     )
-    p.add_argument("--cores", default="all", metavar="N", help="of Snakemake (default all)")
+    p.add_argument("--cores", type=cores, default="all", metavar="N", help="of Snakemake (default all)")
     p.add_argument("--again", action="store_true", help="repeat the stages that an earlier call completed")
     p.add_argument("--rehearse", action="store_true", help="the same stages without a GPU")
     for part in ("look", "load-ops", "count"):
@@ -266,12 +306,17 @@ def main(argv: list[str] | None = None) -> int:
         return look(args.rehearse)
     if args.load_ops:
         return load_ops()
-    if args.count:
-        return count(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.rehearse:
-        small = rehearsal(yaml.safe_load(EXPERIMENTS.read_text()))
-        (args.out / "experiments.yaml").write_text(yaml.safe_dump(small, sort_keys=False))
+    try:
+        args.exhibits = exhibits_of(args.exhibits)
+        if args.count:
+            return count(args)
+        ready(args.out, "--out")
+        if args.rehearse:
+            small = rehearsal(yaml.safe_load(EXPERIMENTS.read_text()))
+            (args.out / "experiments.yaml").write_text(yaml.safe_dump(small, sort_keys=False))
+    except (ValueError, OSError) as error:
+        print(f"make gpu: {error}", file=sys.stderr)
+        return 2
     try:
         outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)
     except KeyboardInterrupt:

@@ -1,9 +1,10 @@
-"""What is wrong with the configuration ends with one clear line."""
+"""What is wrong with the configuration, or with a folder that a program is to write to, ends with one clear line."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,22 @@ from memascend.suggestions import did_you_mean
 def fail(message: str) -> NoReturn:
     """End with one clear line and no stack trace."""
     sys.exit(message)
+
+
+def ready(folder: Path, option: str) -> None:
+    """Make the folder that `option` names, before the minutes after which something is written there. ValueError, in
+    one line, where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        reason = "is not a folder" if isinstance(error, FileExistsError) else f"cannot be written: {_reason(error)}"
+        raise ValueError(f"{option} {str(folder)!r} {reason}; name a folder that this user can write to") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def checked(document: Any, schema_name: str, where: str) -> Any:

@@ -120,6 +120,30 @@ def test_patience_is_for_slow_machines(tmp_path):
     assert checked([slow], tmp_path, patience=1000)["slow"].status == MET
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "/dev/null/x"], "--out '/dev/null/x' cannot be written: Not a directory; name a folder"),
+        (["--out", __file__], "is not a folder; name a folder"),
+        (["--with", "nowhere"], "--with nowhere: there is no bin/python in it"),
+        (["--only", "tyres"], "tyres: no line of the list"),
+        (["--patience", "0"], "'0' is not a number above 0"),
+        (["--patience", "-1"], "'-1' is not a number above 0"),
+        (["--patience", "nan"], "'nan' is not a number above 0"),
+        (["--patience", "inf"], "'inf' is not a number above 0"),
+        (["--patience", "long"], "'long' is not a number above 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_cloned(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(tires, "clone", lambda folder: pytest.fail("it was cloned"))
+    try:
+        status = tires.main(words)
+    except SystemExit as of_argparse:
+        status = of_argparse.code
+    assert status == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_lines_that_were_not_reached_are_in_the_table_as_not_run():
     first = tires.result(LINES[0], MET, "built")
     found = tires.complete([first])
@@ -206,7 +230,23 @@ def test_an_exhibit_that_was_not_measured_is_not_reproduced(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert badge_checks.main(["reproduced", "memascend-fig11"]) == 1
     assert "memascend-fig11.csv is missing" in capsys.readouterr().out
-    assert badge_checks.main(["popularity"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name one of tag, licence"),
+        (["licenses"], "'licenses' is no check (did you mean licence?): name one of tag, licence"),
+        (["reproduced"], "reproduced takes EXHIBIT, and none was given"),
+        (["tag", "extra"], "tag takes no argument, and extra was given"),
+        (["reproduced", "memascend-fig111"], "memascend-fig111 is no exhibit (did you mean memascend-fig11?)"),
+    ],
+)
+def test_a_check_that_is_called_in_a_wrong_way_is_not_one_that_is_not_met(capsys, words, said):
+    assert badge_checks.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"badge_checks: {said}")
+    assert error.count("\n") == 1
 
 
 def test_every_run_of_the_usual_profile_has_its_seconds_in_a_committed_reference(monkeypatch):

@@ -211,6 +211,40 @@ def test_the_stages_of_a_gpu_can_be_run_in_their_order(words):
     assert gpu.folders(args.out)["raw_dir"] != "results/raw"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--exhibits", "memascend-fig88"], "--exhibits: memascend-fig88 is no exhibit (did you mean memascend-fig"),
+        (["--count", "--exhibits", "nope"], "--exhibits: nope is no exhibit; those with runs on a GPU: memascend-fig"),
+        (["--exhibits", "memascend-fig08", "lohan"], "--exhibits: lohan has no run in the profile gpu; those with"),
+        (["--exhibits", "lohan-fig01c"], "--exhibits: lohan-fig01c has no run in the profile gpu; those with"),
+        (["--out", "/dev/null/x"], "--out '/dev/null/x' cannot be written: Not a directory; name a folder"),
+        (["--rehearse", "--out", __file__], f"--out '{__file__}' is not a folder; name a folder"),
+    ],
+)
+def test_what_cannot_be_run_on_a_gpu_is_refused_before_the_first_stage(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(stages, "run_stages", lambda *args, **kwargs: pytest.fail("a stage began"))
+    assert gpu.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"make gpu: {said}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("cores", ["0", "-1", "many", "1.5"])
+def test_cores_that_snakemake_does_not_take_are_refused_before_the_first_stage(capsys, cores):
+    with pytest.raises(SystemExit):
+        gpu.parse(["--cores", cores])
+    assert "is neither a number of cores above 0 nor 'all'" in capsys.readouterr().err
+    assert gpu.parse(["--cores", "2"]).cores == "2"
+
+
+def test_a_paper_stands_for_its_exhibits_that_have_runs_on_a_gpu():
+    assert gpu.exhibits_of(["memascend-fig08", "memascend-fig08"]) == ["memascend-fig08"]
+    found = gpu.exhibits_of(["memascend"])
+    assert {"memascend-fig08", "memascend-fig19"} < set(found)
+    assert gpu.exhibits_of([]) == []
+
+
 def test_why_torch_sees_no_gpu_is_said_with_the_fix(monkeypatch):
     monkeypatch.setattr(gpu, "require_device", lambda device: None)
     assert gpu.why_not(None).endswith("rm -rf .venv, then make gpu")

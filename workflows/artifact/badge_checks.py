@@ -7,6 +7,7 @@ Run at the top of a checkout. Each prints one line that says what was found; the
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from memascend.suggestions import did_you_mean
 from workflows import registry
 from workflows.derive.citation import project
 
@@ -135,9 +137,25 @@ CHECKS: dict[str, Callable[..., Found]] = {
 }
 
 
-def main(argv: list[str]) -> int:
+def misused(argv: list[str]) -> str:
+    """What is wrong with the command line, and the fix; nothing if it can be run."""
     if not argv or argv[0] not in CHECKS:
-        print(f"badge_checks: name one of {', '.join(CHECKS)}", file=sys.stderr)
+        hint = did_you_mean(argv[0], CHECKS) if argv else ""
+        said = f"{argv[0]!r} is no check{hint}: " if argv else ""
+        return f"{said}name one of {', '.join(CHECKS)}"
+    name, *more = argv
+    wanted = [parameter.upper() for parameter in inspect.signature(CHECKS[name]).parameters]
+    if len(more) != len(wanted):
+        return f"{name} takes {' '.join(wanted) or 'no argument'}, and {' '.join(more) or 'none'} was given"
+    known = [entry["id"] for entry in registry.exhibits()] if wanted else []
+    if wanted and more[0] not in known:
+        return f"{more[0]} is no exhibit{did_you_mean(more[0], known)}; snakemake exhibits lists them all"
+    return ""
+
+
+def main(argv: list[str]) -> int:
+    if wrong := misused(argv):
+        print(f"badge_checks: {wrong}", file=sys.stderr)
         return 2
     try:
         met, text = CHECKS[argv[0]](*argv[1:])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -31,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from workflows import refusals
 from workflows.artifact import badges
 from workflows.artifact.badges import LINES, Line
 from workflows.artifact.verify import without_network
@@ -277,13 +279,14 @@ def write(folder: Path, said: dict[str, Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     only = asked(LINES, args.only)
+    if args.venv and not (args.venv / "bin/python").exists():
+        raise ValueError(f"--with {args.venv}: there is no bin/python in it; make setup makes .venv")
+    refusals.ready(args.out, "--out")
     with tempfile.TemporaryDirectory(prefix="memascend-tires-") as made:
         folder = Path(made).resolve()
         where, commit = clone(folder)
         (home := folder / "home").mkdir()
         venv = args.venv.absolute() if args.venv else where / ".venv"
-        if args.venv and not (venv / "bin/python").exists():
-            raise ValueError(f"--with {args.venv}: there is no bin/python in it; make setup makes .venv")
         env = bare(home, venv)
         isolated = offline()
         results, place = [], surroundings(isolated, args.venv, commit)
@@ -302,12 +305,20 @@ def run(args: argparse.Namespace) -> int:
     return 1 if count[NOT_MET] else 0
 
 
+def factor(text: str) -> float:
+    """Of --patience."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(found := float(text)) and found > 0:
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: use 2 for twice the minutes")
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, default=Path("results/badges"), metavar="FOLDER", help="default: %(default)s")
     p.add_argument("--with", dest="venv", type=Path, metavar="VENV", help="take the packages of this environment")
     p.add_argument("--all", action="store_true", help="also the lines that take an hour")
-    p.add_argument("--patience", type=float, default=1.0, metavar="FACTOR", help="times each line's limit of minutes")
+    p.add_argument("--patience", type=factor, default=1.0, metavar="FACTOR", help="times each line's limit of minutes")
     p.add_argument("--only", nargs="+", default=[], metavar="LINE", help="these lines, and what they need")
     p.add_argument("--list", action="store_true", help="print the lines and their commands, run none")
     args = p.parse_args(argv)
