@@ -300,7 +300,8 @@ class Configuration:
         """The zip that artifact-verify checks: the one that is named, or the profile's own."""
         path = self.config.get("bundle", self.artifact)
         if not Path(path).is_file():
-            fail(f"there is no {path}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
+            what = f"{path} is not a file" if Path(path).exists() else f"there is no {path}"
+            fail(f"{what}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
         return path
 
     @property

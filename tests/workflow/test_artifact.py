@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -190,8 +191,64 @@ def test_damage_inside_of_a_file_is_one_line(folder: Path, tmp_path: Path) -> No
     place = data.index(b"train-a.trace.csv") + 200
     data[place : place + 40] = bytes(40)
     (tmp_path / "b.zip").write_bytes(data)
-    with pytest.raises(ValueError, match="copy or download the file again"):
+    with pytest.raises(ValueError, match="copy or download the zip again"):
         verify.unpack(tmp_path / "b.zip", tmp_path / "into")
+
+
+def run_on(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
+    """The one line with which a check ends that cannot be made."""
+    monkeypatch.setattr(verify, "redraw", lambda *args, **kwargs: pytest.fail("it was drawn again"))
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(sys, "argv", ["verify", str(path), *more])
+    assert verify.main() == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.count(str(path)) <= 1
+    assert "memascend-verify-" not in error  # where it was unpacked
+    return error
+
+
+PARTS = {
+    "a/artifact.json": "{}",
+    "a/tables/claims.csv": "claim_id,lane,verdict\n",
+    "a/source/x": "",
+    "a/SHA256SUMS": "",
+}
+WHOLE = json.dumps({"format": layout.FORMAT, "exhibits": {}, "packages": {}})
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"a/SHA256SUMS": ""}, "artifact.json, tables/claims.csv, source are missing: this is not a bundle"),
+        ({k: v for k, v in PARTS.items() if k != "a/SHA256SUMS"}, "SHA256SUMS is missing: this is not a bundle"),
+        (PARTS | {"a/SHA256SUMS": b"\xff\xfe"}, "SHA256SUMS is not text in UTF-8: invalid start byte at byte 0"),
+        (PARTS | {"a/artifact.json": WHOLE, "a/tables/claims.csv": "x\n1\n"}, "it has no column 'claim_id'"),
+        ({f"a/{'x' * 300}": ""}, "x... cannot be unpacked: File name too long"),
+        ({"a/x": "", "a/x/y": ""}, "a/x/y cannot be unpacked: Not a directory"),
+    ],
+)
+def test_why_a_zip_cannot_be_checked_is_said_once_and_without_a_folder_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parts: dict, said: str
+) -> None:
+    path = tmp_path / "b.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        for name, text in parts.items():
+            file.writestr(name, text)
+    error = run_on(path, capsys, monkeypatch)
+    assert error.startswith(f"error: {path}: ")
+    assert said in error
+
+
+def test_what_is_no_file_and_a_folder_that_cannot_be_kept_are_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "check", lambda *args, **kwargs: pytest.fail("it was checked"))
+    assert "is not a file: name an artifact's zip" in run_on(tmp_path, capsys, monkeypatch)
+    assert "error: there is no " in run_on(tmp_path / "none.zip", capsys, monkeypatch)
+    (zipped := tmp_path / "b.zip").touch()
+    assert f"--keep {tmp_path} exists" in run_on(zipped, capsys, monkeypatch, "--keep", str(tmp_path))
+    assert "--keep '/dev/null/x' cannot be written" in run_on(zipped, capsys, monkeypatch, "--keep", "/dev/null/x")
 
 
 @pytest.mark.parametrize(
@@ -328,6 +385,8 @@ def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
     bundle_of_now.touch()
     own = Configuration(CONFIG | {"artifact_dir": str(tmp_path)}, [])
     assert own.bundle == own.artifact == str(bundle_of_now)
+    with pytest.raises(SystemExit, match=r" is not a file: name a zip with --config bundle=FILE"):
+        _ = Configuration(CONFIG | {"bundle": str(tmp_path)}, []).bundle
     with pytest.raises(SystemExit, match=r"there is no none\.zip: name a zip with --config bundle=FILE"):
         _ = Configuration(CONFIG | {"bundle": "none.zip"}, []).bundle
 

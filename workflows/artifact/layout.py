@@ -35,8 +35,12 @@ def read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     if not path.is_file():
         raise ValueError(f"{path.name} is missing: this is not a bundle, or not all of one")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{SUMS} is not text in UTF-8: {error.reason} at byte {error.start}") from None
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name:
             raise ValueError(f"{SUMS}, line {number}: not a SHA-256 and a path")

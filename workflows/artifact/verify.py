@@ -29,31 +29,54 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.layout import FORMAT, GIVEN, MADE, MANIFEST, SOURCE, files_in, read_sums, sums_of
+from workflows.artifact.layout import FORMAT, GIVEN, MADE, MANIFEST, SOURCE, SUMS, files_in, read_sums, sums_of
+from workflows.refusals import ready
 
+TABLE_OF_CLAIMS = "tables/claims.csv"
 NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
 
 def unpack(bundle: Path, into: Path) -> Path:
-    """The one folder that the zip holds. ValueError for what is no bundle, or holds paths that lead out of it."""
+    """The one folder that the zip holds. ValueError, to which the caller adds the zip's name, for what is no bundle or
+    holds paths that lead out of it."""
     try:
         with zipfile.ZipFile(bundle) as file:
             names = [PurePosixPath(name) for name in file.namelist()]
             if any(name.is_absolute() or ".." in name.parts or not name.parts for name in names):
-                raise ValueError(f"{bundle} holds a path that leads out of it: it is not unpacked")
+                raise ValueError("it holds a path that leads out of it: it is not unpacked")
             if len(set(names)) < len(names):
-                raise ValueError(f"{bundle} holds two files of one name: it is not unpacked")
+                raise ValueError("it holds two files of one name: it is not unpacked")
             if (bad := file.testzip()) is not None:
-                raise ValueError(f"{bundle}: {bad} is damaged; copy or download the file again")
-            file.extractall(into)
-    except (zipfile.BadZipFile, zlib.error, OSError) as error:
-        raise ValueError(f"{bundle} cannot be read as a zip: {error}; copy or download the file again") from None
+                raise ValueError(f"{bad} is damaged; copy or download the zip again")
+            extract(file, into)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"it cannot be read as a zip: {error}; copy or download it again") from None
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from None
     except (RuntimeError, NotImplementedError) as error:  # encrypted, or compressed in another way
-        raise ValueError(f"{bundle} is not a zip that this program reads: {error}") from None
+        raise ValueError(f"this program cannot read such a zip: {error}") from None
     folders = {name.parts[0] for name in names}
     if len(folders) != 1 or not (folder := into / folders.pop()).is_dir():
-        raise ValueError(f"{bundle} is no bundle: it holds {len(folders)} folders, not one")
+        raise ValueError(f"it is no bundle: it holds {len(folders)} folders, not one")
     return folder
+
+
+def extract(file: zipfile.ZipFile, into: Path) -> None:
+    """All of it. ValueError names the entry that cannot be written: what is wrong is its name, or the disk."""
+    for entry in file.infolist():
+        try:
+            file.extract(entry, into)
+        except OSError as error:
+            name = entry.filename if len(entry.filename) < 80 else f"{entry.filename[:80]}..."
+            raise ValueError(f"{name} cannot be unpacked: {error.strerror or error}") from None
+
+
+def refuse_parts(folder: Path) -> None:
+    """ValueError where a part is missing without which nothing can be checked."""
+    wanted = [SUMS, MANIFEST, TABLE_OF_CLAIMS, SOURCE]
+    if missing := [name for name in wanted if not (folder / name).exists()]:
+        are = "is" if len(missing) == 1 else "are"
+        raise ValueError(f"{', '.join(missing)} {are} missing: this is not a bundle, or not all of one")
 
 
 def damaged(folder: Path) -> list[str]:
@@ -71,7 +94,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
+        raise ValueError(f"{MANIFEST} cannot be read: {reason_of(error)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(f"the bundle has format {found}, and this program reads {FORMAT}")
@@ -164,7 +187,7 @@ def compared(said: dict[str, str], out: Path) -> dict[str, list[str]]:
 def kind_of(name: str) -> str:
     path = PurePosixPath(name)
     if path.parts[0] == "tables":
-        return "claims" if name == "tables/claims.csv" else f"tables, {path.parts[1]}"
+        return "claims" if name == TABLE_OF_CLAIMS else f"tables, {path.parts[1]}"
     if path.parts[0] != "figures":
         return "descriptions"
     return (
@@ -190,8 +213,10 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return {(line["claim_id"], line["lane"]): line["verdict"] for line in csv.DictReader(file)}
-    except (OSError, KeyError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path.parent.name}/{path.name} cannot be read: {error!r}") from None
+    except KeyError as error:
+        raise ValueError(f"{TABLE_OF_CLAIMS} cannot be read: it has no column {error}") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{TABLE_OF_CLAIMS} cannot be read: {reason_of(error)}") from None
 
 
 def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool:
@@ -200,12 +225,13 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
     with tempfile.TemporaryDirectory(prefix="memascend-verify-") as temporary:
         folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
         out.mkdir()
+        refuse_parts(folder)
         said, wrong = read_sums(folder), damaged(folder)
         line(not wrong, f"checksums of {len(said):,} files", wrong)
         strange = unknown(folder)
         if strange:
             line(False, "files that are no part of a bundle", strange)
-        manifest, theirs = manifest_of(folder), verdicts(folder / "tables/claims.csv")
+        manifest, theirs = manifest_of(folder), verdicts(folder / TABLE_OF_CLAIMS)
         others = other_packages(manifest)
         if others:
             print(f"note  other packages than in the bundle: {', '.join(others)}", flush=True)
@@ -215,7 +241,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
         found, many = compared(said, out), counted(said, out)
         for kind, differ in sorted(found.items()):
             line(not differ, f"{kind}: {many[kind] - len(differ):,} of {many[kind]:,} files equal", differ)
-        turned = flipped(theirs, verdicts(out / "tables/claims.csv"))
+        turned = flipped(theirs, verdicts(out / TABLE_OF_CLAIMS))
         line(not turned, f"verdicts: {len(theirs) - len(turned):,} of {len(theirs):,} as the bundle says", turned)
         if keep is not None:
             shutil.copytree(out, keep, dirs_exist_ok=True)
@@ -226,9 +252,21 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
     return good
 
 
+def reason_of(error: BaseException) -> str:
+    """Without the folder of this machine that it names."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
 def line(good: bool, text: str, wrong: list[str]) -> None:
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     print(f"{'ok  ' if good else 'FAIL'}  {text}" + (f": {'; '.join(wrong[:3])}{more}" if wrong else ""), flush=True)
+
+
+def new_folder(path: Path) -> None:
+    """Of --keep. ValueError where it exists or cannot be made."""
+    if path.exists():
+        raise ValueError(f"--keep {path} exists: name a new folder")
+    ready(path, "--keep")
 
 
 def main() -> int:
@@ -244,13 +282,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder goes
     try:
         if not args.bundle.is_file():
-            raise ValueError(f"there is no {args.bundle}: name an artifact's zip (snakemake artifact makes one)")
+            what = f"{args.bundle} is not a file" if args.bundle.exists() else f"there is no {args.bundle}"
+            raise ValueError(f"{what}: name an artifact's zip (snakemake artifact makes one)")
         if args.keep is not None:
-            args.keep.mkdir(parents=True)  # before the minutes that a check takes
-        return 0 if check(args.bundle, args.keep, build=not args.no_build) else 1
-    except FileExistsError:
-        print(f"error: --keep {args.keep} exists: name a new folder", file=sys.stderr)
+            new_folder(args.keep)  # before the minutes that a check takes
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        return 0 if check(args.bundle, args.keep, build=not args.no_build) else 1
     except (ValueError, OSError) as error:
         if args.keep is not None:
             with contextlib.suppress(OSError):  # where nothing was put
