@@ -28,6 +28,12 @@ from workflows.staleness import Tree, versions
 
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
 PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
+HOST = r"(?=.*[a-z])[a-z0-9]+([._-]+[a-z0-9]+)*"
+# What lies beside a host's own folder in results/raw, results/derived and figures, where results have no host.
+NOT_HOSTS = frozenset(
+    ("benchmarks", "exhibits", "gallery", "gpu", "gpu-rehearsal", "logs", "modelled", "records", "runs", "traces")
+)
+FILES = (".json", ".csv", ".html", ".css", ".js", ".svg", ".pdf", ".png", ".md", ".zip", ".log", ".tsv")
 # Of a job on a node, beside the run: two processes of Snakemake, and minutes in which a cold file system is read.
 STARTS_GIB, STARTS_MIN = 1.0, 10
 
@@ -41,6 +47,8 @@ class Configuration:
     """One call of Snakemake."""
 
     def __init__(self, config: dict[str, Any], words: list[str]) -> None:
+        if "host" in config:
+            refuse_host(config["host"])
         checked(config, "config.schema.json", "config")
         self.config, self.words = config, words
         self.published, self.reference = config["published_dir"], config["reference_dir"]
@@ -389,6 +397,18 @@ class Configuration:
         runs = [self.seconds(run) for run in self.runs if self.runs[run]["exhibits"] is not None]
         of, whole = f"Profile {self.config['profile']}: {len(runs)} runs", sum(filter(None, runs)) / 60
         return [*lines, f"{of}, about {whole:.0f} min where times are known."]
+
+
+def refuse_host(name: Any) -> None:
+    """A name under which results cannot have folders of their own beside those without a host: one line."""
+    if not isinstance(name, str) or not re.fullmatch(HOST, name) or name in ("null", "none", "true", "false"):
+        said = "nothing" if name in ("", None) else repr(name)
+        fail(
+            f"config: host: {said} is no name of a host: use lower-case letters and digits, with - _ . between them, "
+            "as in genoa-2; without host= results have no host"
+        )
+    if name in NOT_HOSTS or name.endswith(FILES):
+        fail(f"config: host: {name} is a name of results that have no host: choose another, such as host-{name}")
 
 
 def systems_named(paper: str) -> tuple[str, ...]:

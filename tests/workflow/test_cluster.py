@@ -18,6 +18,7 @@ import yaml
 
 from tests import slurm_cluster
 from workflows import console, registry
+from workflows.artifact import bundle
 from workflows.configuration import Configuration
 from workflows.console import SERVERS
 from workflows.derive import claims
@@ -100,8 +101,42 @@ def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_pat
     assert Configuration(json.loads(json.dumps(here.config)), []).raw == here.raw
     console.leave_servers(here)
     assert provenance.host.__wrapped__()["name"] == "genoa"
-    with pytest.raises(SystemExit, match="config: host: 'a/b' does not match"):
-        known(monkeypatch, host="a/b")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a/b", "'a/b' is no name of a host: use lower-case letters and digits"),
+        ("A", "'A' is no name of a host"),
+        ("a.", "'a.' is no name of a host"),
+        ("..", "'..' is no name of a host"),
+        ("", "nothing is no name of a host"),
+        (None, "nothing is no name of a host"),
+        (123, "123 is no name of a host"),
+        ("123", "'123' is no name of a host"),
+        (True, "True is no name of a host"),
+        ("null", "'null' is no name of a host"),
+        ("x.json", "x.json is a name of results that have no host: choose another"),
+        ("runs", "runs is a name of results that have no host: choose another, such as host-runs"),
+    ],
+)
+def test_a_host_s_name_that_cannot_be_a_folder_of_its_own_is_one_line(monkeypatch, name, said) -> None:
+    with pytest.raises(SystemExit) as ended:
+        known(monkeypatch, host=name)
+    assert str(ended.value).startswith(f"config: host: {said}")
+    assert "\n" not in str(ended.value)
+
+
+def test_no_host_takes_a_folder_or_a_file_of_results_without_one(monkeypatch) -> None:
+    here = known(monkeypatch)
+    manifest = {"exhibits": dict.fromkeys(here.built)}
+    drawn = {Path(name).parts[0] for name in bundle.pages(Path(here.figures), manifest)}
+    folders = {"exhibits", "records", "traces", "modelled", "runs", "logs", "benchmarks", "gpu"}
+    for name in {*drawn, *folders, "claims.csv"}:
+        with pytest.raises(SystemExit):
+            known(monkeypatch, host=name)
+    for name in ("genoa", "epyc-genoa-2core", "node_1", "node1.example.org", "2core"):
+        assert known(monkeypatch, host=name).raw == f"results/raw/{name}"
 
 
 def test_without_a_name_for_the_host_folders_and_name_are_the_caller_s(monkeypatch) -> None:

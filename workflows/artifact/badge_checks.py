@@ -66,7 +66,9 @@ def packages() -> Found:
         if here.partition("+")[0] != version:
             other.append(f"{name} {here} ({version} pinned)")
     if other or absent:
-        missing = f"not installed: {', '.join(absent)}" if absent else ""
+        missing = (
+            f"not installed: {', '.join(absent)} (make setup installs all; EXTRAS= leaves some out)" if absent else ""
+        )
         return False, "; ".join(filter(None, [", ".join(other), missing]))
     return True, f"{len(pins)} packages are pinned in constraints.txt, and installed in these versions"
 

@@ -56,8 +56,8 @@ LINES = (
         name="archive",
         badge=AVAILABLE,
         says="in a public archive with a DOI",
-        outside="no archive holds it yet: upload the zip of `snakemake --cores all artifact` (Zenodo reads "
-        ".zenodo.json), then add the DOI to CITATION.cff",
+        outside="no archive holds it yet: upload the zip of `snakemake --cores all artifact`, fill in the form "
+        "from .zenodo.json, and add the DOI to CITATION.cff",
     ),
     Line(
         name="version",
