@@ -162,7 +162,7 @@ def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, 
     assert verify.counted(said, again)["tables, exhibits"] == 2
     ids = ("memascend-fig08-pool-memascend", "measured")
     assert verify.flipped({ids: "reproduced"}, verify.verdicts(again / "tables/claims.csv")) == [
-        "memascend-fig08-pool-memascend, measured: reproduced in the bundle, deviates here"
+        "memascend-fig08-pool-memascend, measured: reproduced in the bundle, deviates when decided again"
     ]
 
 

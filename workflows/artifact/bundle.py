@@ -45,6 +45,7 @@ from workflows.run.provenance import atomically
 from workflows.staleness import versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
+CONFIGURED = ("experiments", "published_dir", "reference_dir")  # what says which records are an exhibit's
 DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")  # what decides the bytes of a table or picture
 TEXT = """\
 # memascend {version}, profile {profile}
@@ -103,6 +104,7 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD").strip(),
         "committed": git("log", "-1", "--format=%cI").strip(),
         "changed_since": changed,
+        "config": {name: known.config[name] for name in CONFIGURED},
         "packages": {**versions(), **{name: metadata.version(name) for name in DRAWN_WITH}},
         "exhibits": exhibits_of(known),
     }

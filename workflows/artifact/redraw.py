@@ -2,7 +2,7 @@
 
 usage: python -m workflows.artifact.redraw BUNDLE OUT     (in BUNDLE/source; workflows.artifact.verify does it)
 
-BUNDLE is an unpacked bundle; OUT gets what `layout.MADE` names. Exhibits are shared out over the cores.
+BUNDLE is an unpacked bundle; OUT gets what `layout.MADE` names, and EXPECTED. Exhibits are shared out over the cores.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from workflows import registry, tidy
-from workflows.artifact.bundle import describe
-from workflows.artifact.layout import FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
+from workflows.artifact.bundle import describe, exhibits_of, write_json
+from workflows.artifact.layout import EXPECTED, FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
+from workflows.configuration import Configuration
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
 
@@ -50,6 +53,8 @@ def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
 def everything(bundle: Path, out: Path) -> None:
     """Of a bundle; the working folder is its sources."""
     manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
+    if (expected := exhibits_expected(manifest)) is not None:  # first, since it may say why the rest fails
+        write_json(out / EXPECTED, expected)
     for folder in ("modelled", "exhibits", "runs"):
         (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
     (out / FIGURES).mkdir(exist_ok=True)
@@ -68,6 +73,14 @@ def everything(bundle: Path, out: Path) -> None:
     describe(out, manifest)
     for given in (SOURCE, RECORDS):
         (out / given).unlink()
+
+
+def exhibits_expected(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """What the sources say that this profile's exhibits are drawn from. None where their list of runs is not among the
+    sources, as in a rehearsal, which writes its own."""
+    config = yaml.safe_load(Path("workflows/config/config.yaml").read_text(encoding="utf-8"))
+    config |= {"profile": manifest["profile"], **manifest.get("config", {})}
+    return exhibits_of(Configuration(config, [])) if Path(config["experiments"]).is_file() else None
 
 
 def refuse_foreign(source: Path) -> None:

@@ -4,8 +4,10 @@ usage: python -m workflows.artifact.verify artifact/memascend-1.0.0-quick.zip [-
 
 The zip is unpacked into a temporary folder and its checksums are checked. There its sources are built, and their
 `workflows.artifact.redraw` runs, without a network where the kernel allows that (`unshare`). What it writes is compared
-with what the zip holds, byte for byte: tables, pictures, report, claims.json, appendices, crate. Sources, records and
-artifact.json are taken as they are. Exit status: 0 if everything is equal, 1 if something differs, 2 on an error.
+with what the zip holds, byte for byte: tables, pictures, report, claims.json, appendices, crate. Sources are compared
+with the commit that the zip names, if this checkout has it; records are taken as they are, and artifact.json has to
+list the exhibits and records that the sources say. Exit status: 0 if everything is equal, 1 if something differs, 2 on
+an error.
 """
 
 from __future__ import annotations
@@ -29,7 +31,20 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.layout import FORMAT, GIVEN, MADE, MANIFEST, SOURCE, SUMS, files_in, read_sums, sums_of
+from workflows.artifact.given import odd_records, other_exhibits, other_sources
+from workflows.artifact.layout import (
+    EXPECTED,
+    FORMAT,
+    GIVEN,
+    MADE,
+    MANIFEST,
+    SOURCE,
+    SUMS,
+    files_in,
+    read_sums,
+    sha256,
+    sums_of,
+)
 from workflows.refusals import ready
 
 TABLE_OF_CLAIMS = "tables/claims.csv"
@@ -130,6 +145,36 @@ def without_network() -> list[str]:
     return []
 
 
+def given_otherwise(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Print what was found of sources and records; those that are not what they should be."""
+    text, sources = other_sources(folder, manifest)
+    if sources or not text.startswith("sources are not"):
+        line(not sources, text, sources)
+    else:
+        print(f"note  {text}", flush=True)
+    records = odd_records(folder, manifest)
+    line(not records, "records are those of the exhibits", records)
+    return [*sources, *records]
+
+
+def take_away(folder: Path) -> None:
+    """What is to be made again, so that nothing can be copied from it."""
+    for name in MADE:
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+
+
+def listed_otherwise(manifest: dict[str, Any], out: Path) -> list[str]:
+    """Print whether artifact.json lists the exhibits, and for each the records, that the sources say; the others."""
+    if not (out / EXPECTED).is_file():
+        print("note  which records are an exhibit's is taken from artifact.json: its list of runs is not in the zip")
+        return []
+    expected = json.loads((out / EXPECTED).read_text(encoding="utf-8"))
+    (out / EXPECTED).unlink()
+    other = other_exhibits(manifest["exhibits"], expected)
+    line(not other, f"{len(expected)} exhibits are listed with the records that the sources say", other)
+    return other
+
+
 def redraw(folder: Path, out: Path, *, build: bool) -> str:
     """Run the bundle's own sources on it; whether there was a network. ValueError with what they said where they fail.
 
@@ -203,7 +248,7 @@ def flipped(theirs: dict[tuple[str, str], str], ours: dict[tuple[str, str], str]
     """Claims that are decided otherwise than the bundle says."""
     return [
         f"{claim}, {lane}: {theirs.get((claim, lane), 'not there')} in the bundle, "
-        f"{ours.get((claim, lane), 'not there')} here"
+        f"{ours.get((claim, lane), 'not there')} when decided again"
         for claim, lane in sorted(theirs.keys() | ours.keys())
         if theirs.get((claim, lane)) != ours.get((claim, lane))
     ]
@@ -226,18 +271,27 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
         folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
         out.mkdir()
         refuse_parts(folder)
+        print(f"note  SHA-256 of the zip: {sha256(bundle)}", flush=True)
         said, wrong = read_sums(folder), damaged(folder)
         line(not wrong, f"checksums of {len(said):,} files", wrong)
         strange = unknown(folder)
         if strange:
             line(False, "files that are no part of a bundle", strange)
         manifest, theirs = manifest_of(folder), verdicts(folder / TABLE_OF_CLAIMS)
+        wrong += given_otherwise(folder, manifest)
         others = other_packages(manifest)
         if others:
             print(f"note  other packages than in the bundle: {', '.join(others)}", flush=True)
-        how = redraw(folder, out, build=build)
+        take_away(folder)
+        try:
+            how = redraw(folder, out, build=build)
+        except ValueError:
+            if (out / EXPECTED).is_file():
+                listed_otherwise(manifest, out)
+            raise
         whose = "the bundle's" if build else "the installed"
         print(f"note  drawn again by the bundle's sources with {whose} C++ extension, {how}", flush=True)
+        other = listed_otherwise(manifest, out)
         found, many = compared(said, out), counted(said, out)
         for kind, differ in sorted(found.items()):
             line(not differ, f"{kind}: {many[kind] - len(differ):,} of {many[kind]:,} files equal", differ)
@@ -246,7 +300,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
         if keep is not None:
             shutil.copytree(out, keep, dirs_exist_ok=True)
             print(f"note  what was made again is in {keep}")
-    good = not (wrong or strange or turned or any(found.values()))
+    good = not (wrong or strange or other or turned or any(found.values()))
     seconds = time.monotonic() - began
     print(f"{'PASS' if good else 'FAIL'}  {bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s")
     return good

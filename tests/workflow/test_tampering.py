@@ -1,0 +1,215 @@
+"""What a check finds of a bundle that was changed and whose sums were written anew, as by somebody who means to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workflows import registry
+from workflows.artifact import bundle, given, layout, redraw, verify
+from workflows.configuration import Configuration
+from workflows.run.provenance import digest_of
+
+EXHIBITS = {
+    "memascend-fig08": {"paper": "memascend", "title": "Peak", "table": True, "records": ["train-a.json"]},
+    "memascend-alg01": {"paper": "memascend", "title": "Order", "table": False, "records": []},
+}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A project of three files, one of them also below a link to its folder, in git."""
+    root = tmp_path / "checkout"
+    (root / "library/deep").mkdir(parents=True)
+    (root / "systems").mkdir()
+    for name, text in {"Snakefile": "rules", "systems/a.py": "a = 1", "library/b.py": "b = 1"}.items():
+        (root / name).write_text(text)
+    (root / "library/deep/systems").symlink_to("../../systems")
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkout: Path) -> Path:
+    """A bundle of that project, unpacked."""
+    made = tmp_path / "memascend-0.1.0-smoke"
+    head = given.git("rev-parse", "HEAD", root=checkout).strip()
+    losses = [2.5, 2.25]
+    record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses)}
+    manifest = {"format": layout.FORMAT, "commit": head, "changed_since": [], "packages": {}, "exhibits": EXHIBITS}
+    texts = {
+        "source/Snakefile": "rules",
+        "source/systems/a.py": "a = 1",
+        "source/library/b.py": "b = 1",
+        "source/library/deep/systems/a.py": "a = 1",
+        "records/train-a.json": json.dumps(record),
+        "records/train-a.trace.csv": "time\n",
+        "tables/claims.csv": "claim_id,lane,verdict\nx,measured,deviates\n",
+        "figures/memascend-fig08.svg": "<svg/>",
+        "README.md": "read",
+        layout.MANIFEST: json.dumps(manifest),
+    }
+    for name, text in texts.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(text)
+    return made
+
+
+@pytest.fixture
+def check(folder: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    """Checks the bundle as it is now; what its sources would make again is what it held at first."""
+    honest = tmp_path / "honest"
+    for name in layout.MADE:
+        if (folder / name).exists():
+            (shutil.copytree if (folder / name).is_dir() else shutil.copy)(folder / name, _parent(honest / name))
+
+    def again(unpacked: Path, out: Path, *, build: bool) -> str:
+        assert not [name for name in layout.MADE if (unpacked / name).exists()], "there is something to copy from"
+        shutil.copytree(honest, out, dirs_exist_ok=True)
+        bundle.write_json(out / layout.EXPECTED, EXHIBITS)
+        return "without a network"
+
+    def checked() -> bool:
+        layout.write_sums(folder)
+        bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
+        return verify.check(tmp_path / "b.zip")
+
+    monkeypatch.setattr(verify, "redraw", again)
+    monkeypatch.setattr(given, "ROOT", checkout)
+    return checked
+
+
+def _parent(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def manifest_of(folder: Path, **changes: Any) -> None:
+    said = json.loads((folder / layout.MANIFEST).read_text()) | changes
+    (folder / layout.MANIFEST).write_text(json.dumps(said))
+
+
+def test_a_bundle_that_nobody_changed_passes_and_its_own_sum_is_said(
+    check: Callable[[], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check()
+    said = capsys.readouterr().out
+    assert f"note  SHA-256 of the zip: {layout.sha256(tmp_path / 'b.zip')}" in said
+    assert "ok    sources of commit " in said
+    assert "ok    2 exhibits are listed with the records that the sources say" in said
+    assert "FAIL" not in said
+
+
+def edit(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: _parent(folder / name).write_text(text) and None
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def record(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "records/train-a.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (edit("figures/memascend-fig08.svg", "<svg></svg>"), "0 of 1 files equal: figures/memascend-fig08.svg"),
+        (edit("figures/more.svg", "<svg/>"), "1 of 2 files equal: figures/more.svg"),
+        (edit("tables/claims.csv", "claim_id,lane,verdict\nx,measured,reproduced\n"), "verdicts: 0 of 1 as the bundle"),
+        (edit("README.md", "rewritten"), "descriptions: 0 of 1 files equal: README.md"),
+        (without("README.md"), "descriptions: 0 of 1 files equal: README.md"),
+        (edit("notes.txt", "x"), "files that are no part of a bundle: notes.txt"),
+        (edit("records/more.json", "{}"), "more.json is named by no exhibit"),
+        (without("records/train-a.json"), "train-a.json is missing"),
+        (record(losses=[2.5, 2.0]), "train-a.json: its losses are not those of its loss_checksum"),
+        (record(run_id="train-b"), "train-a.json: of the run train-b"),
+        (edit("records/train-a.json", "[]"), "train-a.json: not a record"),
+        (edit("source/systems/a.py", "a = 2"), ": systems/a.py"),
+        (edit("source/library/deep/systems/a.py", "a = 2"), ": library/deep/systems/a.py"),
+        (edit("source/more.py", "c = 1"), ": more.py"),
+        (without("source/library/b.py"), ": library/b.py"),
+        (lambda folder: manifest_of(folder, exhibits={"memascend-fig08": EXHIBITS["memascend-fig08"]}), "is left out"),
+        (
+            lambda folder: manifest_of(folder, exhibits=EXHIBITS | {"x": EXHIBITS["memascend-alg01"]}),
+            "x is no exhibit of the sources",
+        ),
+        (
+            lambda folder: manifest_of(
+                folder, exhibits=EXHIBITS | {"memascend-fig08": EXHIBITS["memascend-fig08"] | {"records": []}}
+            ),
+            "memascend-fig08: other records",
+        ),
+    ],
+)
+def test_what_was_changed_is_found_although_its_sum_is_right(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str], change: Callable, said: str
+) -> None:
+    change(folder)
+    assert not check()
+    found = capsys.readouterr().out
+    assert "ok    checksums" in found
+    assert said in "\n".join(line for line in found.splitlines() if line.startswith("FAIL"))
+
+
+def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_drawn_from_it(
+    folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(unpacked: Path, out: Path, *, build: bool) -> str:
+        bundle.write_json(out / layout.EXPECTED, EXHIBITS)
+        raise ValueError("drawing again failed: no picture")
+
+    monkeypatch.setattr(verify, "redraw", fails)
+    manifest_of(folder, exhibits={"memascend-fig08": EXHIBITS["memascend-fig08"]})
+    with pytest.raises(ValueError, match="no picture"):
+        check()
+    assert "FAIL  2 exhibits are listed" in (said := capsys.readouterr().out)
+    assert "memascend-alg01 is left out" in said
+
+
+def test_sources_that_the_bundle_says_were_changed_are_named_and_pass(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit("source/systems/a.py", "a = 2")(folder)
+    manifest_of(folder, changed_since=["systems/a.py"])
+    assert check()
+    assert "; artifact.json names 1 changed since: systems/a.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("commit", "why"), [("0" * 40, ": fatal: "), ("", ": that is no commit"), ("--help", ": that is no commit")]
+)
+def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str], commit: str, why: str
+) -> None:
+    manifest_of(folder, commit=commit)
+    assert check()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "not compared" in line)
+    assert line.startswith("note  sources are not compared with commit ")
+    assert why in line
+
+
+def test_what_the_exhibits_of_a_profile_are_follows_from_the_sources_with_their_list_of_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(registry.ROOT)
+    usual = yaml.safe_load(Path("workflows/config/config.yaml").read_text()) | {"profile": "smoke"}
+    made = bundle.exhibits_of(Configuration(usual, []))
+    said = {name: usual[name] for name in bundle.CONFIGURED}
+    assert redraw.exhibits_expected({"profile": "smoke", "config": said}) == made
+    assert redraw.exhibits_expected({"profile": "smoke"}) == made
+    assert redraw.exhibits_expected({"profile": "smoke", "config": said | {"experiments": "results/none.yaml"}}) is None
