@@ -252,7 +252,13 @@ def test_what_is_no_file_and_a_folder_that_cannot_be_kept_are_refused_first(
 
 
 @pytest.mark.parametrize(
-    "text", ["[1]", "[" * 5000, '{"format": 1}', '{"format": 1, "exhibits": {}, "packages": []}', "x"]
+    "text",
+    [
+        *("[1]", "[" * 5000, '{"format": 1}', '{"format": 1, "exhibits": {}, "packages": []}', "x"),
+        '{"format": 1, "exhibits": {"x": 1}, "packages": {}}',
+        '{"format": 1, "exhibits": {"x": {"records": "y"}}, "packages": {}}',
+        '{"format": 1, "exhibits": {}, "packages": {}, "changed_since": 7}',
+    ],
 )
 def test_a_manifest_of_another_shape_is_one_line(folder: Path, text: str) -> None:
     (folder / layout.MANIFEST).write_text(text)

@@ -181,6 +181,18 @@ def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_
     assert "memascend-alg01 is left out" in said
 
 
+def test_sources_that_say_nothing_of_exhibits_are_one_line(
+    check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dishonest(unpacked: Path, out: Path, *, build: bool) -> str:
+        bundle.write_json(out / layout.EXPECTED, {"x": 1})
+        return ""
+
+    monkeypatch.setattr(verify, "redraw", dishonest)
+    with pytest.raises(ValueError, match="do not say which exhibits there are"):
+        check()
+
+
 def test_sources_that_the_bundle_says_were_changed_are_named_and_pass(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:

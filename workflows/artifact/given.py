@@ -76,7 +76,7 @@ def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str
     blobs = git("hash-object", "--no-filters", "--stdin-paths", root=ROOT, stdin=paths).split()
     found = dict(zip(names, blobs, strict=True))
     differ = [name for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
-    named = {each for said in manifest.get("changed_since") or () for each in str(said).split(" -> ")}
+    named = {each for said in manifest.get("changed_since", ()) for each in said.split(" -> ")}
     known = [name for name in differ if name in named]
     says = f"; artifact.json names {len(known)} changed since: {', '.join(known[:3])}" if known else ""
     return f"sources of commit {commit[:12]}{says}", [name for name in differ if name not in named]

@@ -116,7 +116,16 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     for name in ("exhibits", "packages"):
         if not isinstance(manifest.get(name), dict):
             raise ValueError(f"{MANIFEST} has no {name}: it is not whole")
+    for name, each in manifest["exhibits"].items():
+        if not (isinstance(each, dict) and is_list_of_texts(each.get("records"))):
+            raise ValueError(f"{MANIFEST} has no list of records for {name}: it is not whole")
+    if not is_list_of_texts(manifest.get("changed_since", [])):
+        raise ValueError(f"{MANIFEST}: changed_since is no list of files")
     return manifest
+
+
+def is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def other_packages(manifest: dict[str, Any]) -> list[str]:
@@ -170,6 +179,8 @@ def listed_otherwise(manifest: dict[str, Any], out: Path) -> list[str]:
         return []
     expected = json.loads((out / EXPECTED).read_text(encoding="utf-8"))
     (out / EXPECTED).unlink()
+    if not (isinstance(expected, dict) and all(isinstance(each, dict) for each in expected.values())):
+        raise ValueError("the bundle's sources do not say which exhibits there are: they are not the project's")
     other = other_exhibits(manifest["exhibits"], expected)
     line(not other, f"{len(expected)} exhibits are listed with the records that the sources say", other)
     return other
@@ -214,7 +225,7 @@ def run(command: list[str], source: Path, what: str) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if child.returncode:
-        lines = said.strip().splitlines()
+        lines = said.replace(f"{source.parent}/", "").strip().splitlines()  # no temporary folder
         raise ValueError(f"{what} failed: {lines[-1] if lines else f'exit status {child.returncode}'}")
 
 
