@@ -202,9 +202,11 @@ class _Training:
         first = draws.integers(0, len(self.train) - self.args.context, self.args.batch)
         loss = self._loss(np.stack([self.train[i : i + self.args.context + 1] for i in first]))
         loss.backward()
-        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in self.parameters))
-        for parameter, (number, kept) in zip(self.parameters, _numbered(self.kept), strict=True):
-            grad = parameter.grad.to("cpu", torch.bfloat16).flatten()
+        # One transfer of each kind per step: a GPU that several runs share is waited for at each.
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
+        gradients = flat.to(torch.bfloat16).cpu().split([parameter.numel() for parameter in self.parameters])
+        for parameter, grad, (number, kept) in zip(self.parameters, gradients, _numbered(self.kept), strict=True):
             options = {"step": step, "lr": self._lr(step), "grad_scale": 1 / max(1.0, norm)}
             options |= {"seed": self.seed, "element_offset": number}
             update = adamw8_ if self.states == "int8" else adamw_
@@ -243,8 +245,10 @@ class _Training:
     @torch.no_grad()
     def _give_weights(self) -> None:
         """What the model computes with is bf16 in every format."""
-        for parameter, kept in zip(self.parameters, self.kept, strict=True):
-            parameter.copy_(kept["param"].bfloat16().view(parameter.shape))
+        flat = torch.cat([kept["param"].bfloat16() for kept in self.kept]).to(self.args.device)
+        weights = flat.split([parameter.numel() for parameter in self.parameters])
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.copy_(weight.view(parameter.shape))
 
 
 def _kept(weight: torch.Tensor, states: str) -> dict[str, Any]:
