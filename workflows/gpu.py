@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from memascend.integrations.deepspeed import ops
 from memascend.suggestions import did_you_mean
 from workflows import stages
 from workflows.refusals import ready
@@ -48,7 +49,6 @@ REHEARSED_TESTS = (
     "tests/unit/test_streaming_engine.py",
 )
 NOT_REHEARSED = "not swapping_everything and not schedulers_and_groups and not goes_on_in_another_folder_and_in_torch"
-OPS = ("async_io", "cpu_adam")  # what training with states on an SSD loads
 
 
 def stages_of(args: argparse.Namespace) -> list[Stage]:
@@ -200,9 +200,10 @@ def load_ops() -> int:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    for name in OPS:
+    ops.readable_architectures()
+    for name in ops.NEEDED:
         ALL_OPS[name].load(verbose=False)
-    print(f"DeepSpeed's ops {', '.join(OPS)} load for its accelerator {get_accelerator().device_name()}")
+    print(f"DeepSpeed's ops {', '.join(ops.NEEDED)} load for its accelerator {get_accelerator().device_name()}")
     return 0
 
 
@@ -317,6 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 2
+    ops.readable_architectures()  # for the stages
     try:
         outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)
     except KeyboardInterrupt:

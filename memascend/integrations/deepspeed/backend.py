@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from memascend.integrations.block_spans import record_blocks
+from memascend.integrations.deepspeed import ops
 from memascend.integrations.deepspeed.recorded import record_step
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
 from memascend.memory.ledger import Ledger
@@ -32,6 +33,13 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def _choose_accelerator() -> None:
+    """Before DeepSpeed is imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
+
+
 class DeepSpeedBackend:
     """A DeepSpeed engine with the parts of a system of `baselines/` in it."""
 
@@ -42,18 +50,16 @@ class DeepSpeedBackend:
 
     @staticmethod
     def notes() -> list[str]:
-        from deepspeed.git_version_info import installed_ops
-
-        missing = [op for op in ("async_io", "cpu_adam") if not installed_ops.get(op)]
+        _choose_accelerator()
+        missing = ops.not_compiled()
         return [f"DeepSpeed compiles {', '.join(missing)} now, once; this takes some minutes"] if missing else []
 
     @staticmethod
     def start(threads: int) -> None:
         """torch._dynamo and transformers come first: under zero.Init, which replaces torch.Tensor.new_tensor, they
         fail."""
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
+        _choose_accelerator()
+        ops.readable_architectures()
         importlib.import_module("torch._dynamo")
         importlib.import_module("transformers.models.auto.modeling_auto")
         import deepspeed

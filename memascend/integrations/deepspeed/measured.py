@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from memascend.integrations.deepspeed import ops
 from memascend.integrations.processor import remember_processor
 from memascend.memory.heap import trim_heap
 from memascend.memory.resident import read_proportional, read_status, written_bytes
@@ -77,11 +78,12 @@ class Phases:
 
 def require_compiled_ops() -> None:
     """DeepSpeed compiles missing ops on first use, for minutes and inside the measurement."""
-    from deepspeed.git_version_info import installed_ops
+    from deepspeed.accelerator import get_accelerator
 
-    missing = [op for op in ("async_io", "cpu_adam") if not installed_ops.get(op)]
-    if missing:
-        raise RuntimeError(f"DeepSpeed's ops {', '.join(missing)} are not compiled here; run: make setup")
+    if missing := ops.not_compiled():
+        device = get_accelerator()._name
+        fix = "make setup" if device == "cpu" else "python -m workflows.gpu --load-ops"
+        raise RuntimeError(f"DeepSpeed's ops {', '.join(missing)} are not compiled for {device}; run: {fix}")
 
 
 def import_everything() -> None:

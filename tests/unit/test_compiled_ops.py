@@ -1,0 +1,53 @@
+"""What DeepSpeed would compile on first use is known beforehand, for the accelerator that computes."""
+
+import deepspeed.git_version_info as installed
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from memascend.integrations.deepspeed import measured, ops
+
+pytestmark = pytest.mark.deepspeed
+
+
+@pytest.fixture
+def made_for(monkeypatch, tmp_path):
+    """Ops of an accelerator, ready made; torch's folder of extensions is empty."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def made(accelerator: str) -> None:
+        monkeypatch.setattr(installed, "accelerator_name", accelerator)
+        monkeypatch.setattr(installed, "installed_ops", dict.fromkeys(ops.NEEDED, True))
+
+    return made
+
+
+def test_ops_of_the_accelerator_are_there(made_for):
+    made_for(get_accelerator()._name)
+    assert ops.not_compiled() == []
+
+
+def test_ops_of_another_accelerator_are_not(made_for):
+    made_for("another")
+    assert ops.not_compiled() == ["async_io", "cpu_adam"]
+    with pytest.raises(RuntimeError, match=r"async_io, cpu_adam are not compiled for .*; run: "):
+        measured.require_compiled_ops()
+
+
+def test_ops_that_an_earlier_use_compiled_are_there(made_for, tmp_path):
+    made_for("another")
+    for name in ops.NEEDED:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").touch()
+    assert ops.not_compiled() == []
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("9.0a", "9.0"), ("8.0 9.0a+PTX", "8.0 9.0+PTX"), ("8.6;10.0f;12.0a", "8.6;10.0;12.0"), ("Hopper", "Hopper")],
+)
+def test_architectures_lose_their_letters(written, read):
+    environment = {"TORCH_CUDA_ARCH_LIST": written}
+    ops.readable_architectures(environment)
+    assert environment == {"TORCH_CUDA_ARCH_LIST": read}
+    ops.readable_architectures(empty := {})
+    assert empty == {}
