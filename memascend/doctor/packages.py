@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -72,9 +72,20 @@ def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
     return Check(name="DeepSpeed", status=OK, found=f"{found}, tried")
 
 
-def check_ops(site: Path | None) -> Check:
-    """`site`: the folder that holds the deepspeed package. Ops that are missing compile on first use, for minutes."""
-    missing = [name for name, path in OPS.items() if site is None or not list(site.glob(f"{path}*.so"))]
+def check_ops(site: Path | None, kept: Sequence[str] = (), gpu: bool = False) -> Check:
+    """`site`: the folder that holds the deepspeed package. Ops that are missing compile on first use, for minutes.
+
+    `kept`: those that an earlier use has compiled. `gpu`: a GPU computes; ops that set-up makes are for the CPU.
+    """
+    ready = [name for name, path in OPS.items() if site and not gpu and list(site.glob(f"{path}*.so"))]
+    missing = [name for name in OPS if name not in (*ready, *kept)]
+    if missing and gpu:
+        return Check(
+            name="DeepSpeed ops",
+            status=WARN,
+            found=f"{', '.join(missing)} not compiled for the GPU: the first step would compile for minutes",
+            fix="in a checkout: python -m workflows.gpu --load-ops",
+        )
     if missing:
         return Check(
             name="DeepSpeed ops",
@@ -84,6 +95,17 @@ def check_ops(site: Path | None) -> Check:
             "--force-reinstall --no-deps deepspeed",
         )
     return Check(name="DeepSpeed ops", status=OK, found=f"{', '.join(OPS)} compiled")
+
+
+def compiled_by_use() -> tuple[list[str], bool]:
+    """(ops that DeepSpeed has compiled on an earlier use, whether a GPU computes)"""
+    try:
+        import torch
+
+        from memascend.integrations.deepspeed import ops
+    except ImportError:
+        return [], False
+    return [name for name in OPS if ops.kept(name)], torch.cuda.is_available()
 
 
 def check_transformers(found: str | None) -> Check:
@@ -127,5 +149,5 @@ def check_packages() -> Iterator[Check]:
     yield check_deepspeed(installed, tried_deepspeed() or ((installed,) if installed else ()))
     if installed is not None:
         spec = importlib.util.find_spec("deepspeed")
-        yield check_ops(Path(spec.origin).parents[1] if spec and spec.origin else None)
+        yield check_ops(Path(spec.origin).parents[1] if spec and spec.origin else None, *compiled_by_use())
     yield check_transformers(version("transformers"))

@@ -1,8 +1,11 @@
 """What DeepSpeed would compile on first use is known beforehand, for the accelerator that computes."""
 
+from pathlib import Path
+
 import deepspeed.git_version_info as installed
 import pytest
 from deepspeed.accelerator import get_accelerator
+from torch.utils import cpp_extension
 
 from memascend.integrations.deepspeed import measured, ops
 
@@ -39,6 +42,15 @@ def test_ops_that_an_earlier_use_compiled_are_there(made_for, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.so").touch()
     assert ops.not_compiled() == []
+
+
+def test_the_folder_is_the_one_that_torch_uses(monkeypatch, tmp_path):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    assert not ops.kept("cpu_adam")
+    assert not list(tmp_path.iterdir())
+    Path(cpp_extension._get_build_directory("cpu_adam", verbose=False), "cpu_adam.so").touch()
+    assert ops.kept("cpu_adam")
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,10 @@ def test_packages(tmp_path):
     judged(packages.check_ops(tmp_path), WARN, "async_io, cpu_adam not compiled")
     files(tmp_path, {f"{path}.cpython-311.so": "" for path in packages.OPS.values()})
     judged(packages.check_ops(tmp_path), OK)
+    judged(packages.check_ops(tmp_path, gpu=True), WARN, "not compiled for the GPU", "--load-ops")
+    judged(packages.check_ops(tmp_path, ["async_io"], gpu=True), WARN, "cpu_adam not compiled for the GPU")
+    judged(packages.check_ops(tmp_path, ["async_io", "cpu_adam"], gpu=True), OK)
+    judged(packages.check_ops(None, ["async_io", "cpu_adam"]), OK)
 
 
 def test_the_command_prints_every_check_and_its_status(capsys, direct):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+import torch
 from torch.utils import cpp_extension
 
 NEEDED = ("async_io", "cpu_adam")  # what training with states on an SSD loads
@@ -23,11 +25,18 @@ def not_compiled() -> list[str]:
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     here = accelerator_name == get_accelerator()._name
-    return [name for name in NEEDED if not (here and installed_ops.get(name)) and not _kept(name)]
+    return [name for name in NEEDED if not (here and installed_ops.get(name)) and not kept(name)]
 
 
-def _kept(name: str) -> bool:
-    return Path(cpp_extension._get_build_directory(name, verbose=False), f"{name}.so").is_file()
+def kept(name: str) -> bool:
+    """Whether an earlier use has compiled it, with this Python and CUDA; torch's folder of extensions is only read."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is None:
+        cuda = torch.version.cuda
+        accelerator = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
+        python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+        root = str(Path(cpp_extension.get_default_build_root(), f"{python}_{accelerator}"))
+    return Path(root, name, f"{name}.so").is_file()
 
 
 def readable_architectures(environment: MutableMapping[str, str] = os.environ) -> None:
