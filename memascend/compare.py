@@ -63,8 +63,8 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
     assert isinstance(b, Results)
     for path, results in ((options.a, a), (options.b, b)):
         if results.twice:
-            many = f"{len(results.twice)} measurements (such as {results.twice[0]!r})"
-            print(f"note: {path}: {many} in more than one record; the last record's are compared", file=sys.stderr)
+            many = f"{len(results.twice)} measurements or claims (such as {results.twice[0]!r})"
+            print(f"note: {path}: {many} in more than one file; those of the last are compared", file=sys.stderr)
     for note in _other_settings(a, b):
         print(f"note: {note}", file=sys.stderr)
     found = list(compared(a, b))
@@ -90,7 +90,7 @@ class Results:
 
     repeats: dict[str, Repeats]
     claims: dict[str, tuple[str, str]]
-    twice: tuple[str, ...] = ()  # measurements that more than one record holds; the last one's repeats are kept
+    twice: tuple[str, ...] = ()  # measurements and claims that more than one file holds; the last one's are kept
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a bench, by what its measurements begin with
 
 
@@ -121,7 +121,7 @@ def load(path: Path) -> StepOf | Results:
 def _together(path: Path, found: list[Results]) -> Results:
     if not any(each.repeats or each.claims for each in found):
         raise ValueError(f"{path} holds no records with repeats and no table of claims")
-    counts = Counter(name for each in found for name in each.repeats)
+    counts = Counter(name for each in found for name in (*each.repeats, *each.claims))
     return Results(
         twice=tuple(sorted(name for name, count in counts.items() if count > 1)),
         repeats={name: values for each in found for name, values in each.repeats.items()},
@@ -216,14 +216,17 @@ def _named(key: str) -> str | None:
 
 
 def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
-    """What both have. Repeats decide by their quartiles: where they overlap, neither is faster."""
+    """What both have. Repeats decide by their quartiles: where they overlap, neither is faster. A single value on
+    either side has no spread, so it decides nothing."""
     for name in a.repeats:
         if name in b.repeats:
             rate = a.repeats[name].rate
             mine, theirs = _quartiles(a.repeats[name].values), _quartiles(b.repeats[name].values)
             apart = theirs[0] > mine[2] or theirs[2] < mine[0]
             slower = theirs[1] < mine[1] if rate else theirs[1] > mine[1]
-            verdict = "within the spread" if not apart else "B is slower" if slower else "B is faster"
+            faster = "B is slower" if slower else "B is faster"
+            single = 1 in (len(a.repeats[name].values), len(b.repeats[name].values))
+            verdict = "a single value" if single else faster if apart else "within the spread"
             unit = "bytes_per_s" if rate else "s"
             both = {f"a_{unit}": mine, f"b_{unit}": theirs}
             yield {"name": name, **both, "ratio": _ratio(theirs[1], mine[1]), "verdict": verdict}

@@ -148,7 +148,11 @@ def record(folder, seconds, name="r"):
 
 @pytest.mark.parametrize(
     ("other", "verdict"),
-    [([2.0, 2.1, 2.2, 2.3, 2.4], "B is slower"), ([0.9, 1.0, 1.1, 1.2, 3.0], "within the spread")],
+    [
+        ([2.0, 2.1, 2.2, 2.3, 2.4], "B is slower"),
+        ([0.9, 1.0, 1.1, 1.2, 3.0], "within the spread"),
+        ([9.0], "a single value"),
+    ],
 )
 def test_two_sets_of_results_are_told_apart_by_their_quartiles(tmp_path, capsys, other, verdict):
     record(tmp_path / "a", [1.0, 1.1, 1.2, 1.3, 1.4])
@@ -209,6 +213,23 @@ def test_claims_that_change_their_verdict_are_named(tmp_path, capsys):
     assert "y (modelled)" not in said
     assert cli.main(["compare", str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--all"]) == 0
     assert "y (modelled): A reproduced (1), B reproduced (2)" in capsys.readouterr().out
+
+
+def test_a_claim_in_two_tables_of_one_folder_is_told(tmp_path, capsys):
+    header = "claim_id,lane,verdict,value\n"
+    for name, verdict in (
+        ("a/claims.csv", "reproduced"),
+        ("a/more-claims.csv", "deviates"),
+        ("b/claims.csv", "deviates"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{header}x,modelled,{verdict},1\n")
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    said = capsys.readouterr()
+    assert (
+        f"note: {tmp_path / 'a'}: 1 measurements or claims (such as 'x (modelled)') in more than one file" in said.err
+    )
+    assert "1 equal" in said.out
 
 
 def test_two_artifacts_are_compared_by_their_records_and_claims(tmp_path, capsys):
