@@ -279,5 +279,5 @@ def test_a_measurement_in_two_records_of_a_folder_is_said(tmp_path, capsys):
             (tmp_path / folder / f"{name}.json").write_text(json.dumps(record))
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     said = capsys.readouterr()
-    assert f"note: {tmp_path / 'a'}: 1 measurements (such as 'same: x') in more than one record" in said.err
+    assert f"note: {tmp_path / 'a'}: 1 measurements or claims (such as 'same: x') in more than one file" in said.err
     assert "A 2 [2, 2] s" in said.out
