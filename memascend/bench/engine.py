@@ -123,6 +123,7 @@ def measure(options: EngineBench) -> dict[str, Any]:
         found["predicted"] = [
             each for point in found["points"] for each in predicted_steps(point, found["adamw"], **of_model)
         ]
+        found["foretold"] = found["predicted"]  # the name in version 1.0, until 2.0
     return {**facts, "options": asked, **found, "summary": list(_rows(found["points"]))}
 
 

@@ -147,6 +147,7 @@ def test_on_an_ssd_of_known_speed_the_simulators_step_and_events_stand_beside(tm
     assert main(["bench", "engine", *words, "--ways", "memory,naive,swap50", "--repeats", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in result["predicted"]] == ["optimized", "naive", "none"]
+    assert result["foretold"] == result["predicted"]  # its name in version 1.0
     assert 0 <= result["late_share"] <= 1
     chosen = {row["method"]: row["swapping"] for row in result["summary"]}
     assert chosen["naive"] is None
