@@ -107,6 +107,18 @@ def folders(out: Path) -> dict[str, str]:
     }
 
 
+def refuse_out(out: Path) -> None:
+    """ValueError for a folder whose last part cannot name one in figures/ of its own."""
+    from workflows.configuration import FILES, NOT_HOSTS
+
+    taken = NOT_HOSTS - {PROFILE, f"{PROFILE}-rehearsal"}
+    if out.name in ("", "..", *taken) or out.name.endswith(FILES):
+        raise ValueError(
+            f"--out {str(out)!r}: figures would go to {folders(out)['figures_dir']}, which is not a folder of their "
+            f"own; name one such as results/{PROFILE}-2"
+        )
+
+
 def settings(args: argparse.Namespace) -> dict[str, str]:
     """What the harness is configured with, over workflows/config/config.yaml."""
     small = {"experiments": str(args.out / "experiments.yaml")} if args.rehearse else {}
@@ -308,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.load_ops:
         return load_ops()
     try:
+        refuse_out(args.out)
         args.exhibits = exhibits_of(args.exhibits)
         if args.count:
             return count(args)
@@ -318,6 +331,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"make gpu: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped before the first stage", file=sys.stderr)
+        return 130
     ops.readable_architectures()  # for the stages
     try:
         outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)

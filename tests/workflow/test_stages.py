@@ -219,6 +219,10 @@ def test_the_stages_of_a_gpu_can_be_run_in_their_order(words):
         (["--exhibits", "memascend-fig08", "lohan"], "--exhibits: lohan has no run in the profile gpu; those with"),
         (["--exhibits", "lohan-fig01c"], "--exhibits: lohan-fig01c has no run in the profile gpu; those with"),
         (["--out", "/dev/null/x"], "--out '/dev/null/x' cannot be written: Not a directory; name a folder"),
+        (["--out", "."], "--out '.': figures would go to figures, which is not a folder of their own; name one"),
+        (["--out", "/"], "--out '/': figures would go to figures, which is not"),
+        (["--count", "--out", "x/.."], "--out 'x/..': figures would go to figures/.., which is not"),
+        (["--out", "results/exhibits"], "--out 'results/exhibits': figures would go to figures/exhibits, which is not"),
         (["--rehearse", "--out", __file__], f"--out '{__file__}' is not a folder; name a folder"),
     ],
 )
@@ -228,6 +232,15 @@ def test_what_cannot_be_run_on_a_gpu_is_refused_before_the_first_stage(monkeypat
     error = capsys.readouterr().err
     assert error.startswith(f"make gpu: {said}")
     assert error.count("\n") == 1
+
+
+def test_ctrl_c_while_the_configuration_is_read_is_one_line(monkeypatch, capsys):
+    def interrupted(names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "exhibits_of", interrupted)
+    assert gpu.main([]) == 130
+    assert capsys.readouterr().err == "stopped before the first stage\n"
 
 
 @pytest.mark.parametrize("cores", ["0", "-1", "many", "1.5"])
