@@ -44,6 +44,14 @@ def test_every_linked_file_exists(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_every_module_that_contributing_names_exists():
+    named = set(re.findall(r"`([\w/]+/\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert len(named) > 20
+    assert [
+        name for name in sorted(named) if not ((ROOT / name).exists() or (ROOT / "memascend" / name).exists())
+    ] == []
+
+
 def test_every_make_target_named_in_a_page_exists():
     targets = set(re.findall(r"^([a-z_0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
