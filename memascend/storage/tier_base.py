@@ -33,7 +33,14 @@ def _close_all() -> None:
 
 
 class TierBase:
-    """Takes care of waiting, of errors that nobody has asked for, and of closing (`memascend.storage.tier`)."""
+    """Takes care of waiting, of errors that nobody has asked for, and of closing (`memascend.storage.tier`).
+
+    A subclass has the rest of the protocol, and `_release`. In `write` and `read`: `require_memory`, then with `_lock`
+    held `_require_open` and `_require_part` or `_require_readable`, note the size in `_sizes`, and put the completion
+    into `_pending`. When it ends, `_ended` with the lock held, and then settle it. It keeps the order per key
+    (`memascend.storage.key_queue`), and which keys' last write has failed: their reads raise StorageError. `erase`,
+    `reserve`, `free_bytes` and `transferred` call `_require_open`, too.
+    """
 
     def __init__(self, place: str) -> None:
         """`place` for messages."""
