@@ -35,6 +35,7 @@ NOT_THERE = (
 )
 
 
+@pytest.mark.timeout(1200)  # a suite of its own, beside others
 @pytest.mark.parametrize(
     ("names", "some"),
     [(WRITTEN_FOR_THE_CPU[:1], SOME_OF_THEM), pytest.param(WRITTEN_FOR_THE_CPU, "test", marks=pytest.mark.slow)],
