@@ -1,7 +1,7 @@
-"""Paths of known speed: file systems on loop devices that the kernel's own block I/O controller slows down (cgroup v1);
-and processes that get a share of a CPU.
+"""Paths of known speed, and processes that get a share of a CPU, by control groups of version 1 or 2.
 
-What a path can do is then enforced outside our code, for direct I/O. Reads and writes are limited each by itself.
+A path is a file system on a loop device that the kernel's own block I/O controller slows down. What it can do is then
+enforced outside our code, for direct I/O. Reads and writes are limited each by itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONTROLLER = Path("/sys/fs/cgroup/blkio")
-CPU_CONTROLLER = Path("/sys/fs/cgroup/cpu")
-_CPU_PERIOD_US = 10_000
-LEAST_CPU_SHARE = 1_000 / _CPU_PERIOD_US  # the kernel takes no quota below a millisecond
-
-
-class CannotThrottleError(OSError):
-    """This machine, or this user, cannot have throttled paths; the message says why."""
+from hardware.control_groups import (
+    CannotThrottleError,
+    Controller,
+    find_controller,
+    group_of,
+    io_bytes,
+    limit_cpu,
+    limit_io,
+)
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,17 @@ class ThrottledPath:
     folder: Path
     number: str
     group: Path
+    controller: Controller
 
     def limit(self, read_bytes_per_s: float, write_bytes_per_s: float | None = None) -> None:
         """From now on; the same for writes where nothing else is said. 0: no limit."""
-        rates = {
-            "read": read_bytes_per_s,
-            "write": read_bytes_per_s if write_bytes_per_s is None else write_bytes_per_s,
-        }
-        for direction, rate in rates.items():
-            (self.group / f"blkio.throttle.{direction}_bps_device").write_text(f"{self.number} {int(rate)}")
+        write = read_bytes_per_s if write_bytes_per_s is None else write_bytes_per_s
+        limit_io(self.controller, self.group, self.number, read_bytes_per_s, write)
 
     @property
     def direct_bytes(self) -> int:
-        """Bytes that the group's processes moved on the device: only direct I/O is theirs."""
-        lines = (self.group / "blkio.throttle.io_service_bytes").read_text().splitlines()
-        return sum(int(line.split()[2]) for line in lines if line.startswith(f"{self.number} Total"))
+        """Bytes that the group's processes moved on the device: io_bytes says what version 2 counts besides."""
+        return io_bytes(self.controller, self.group, self.number)
 
 
 @contextlib.contextmanager
@@ -53,60 +50,35 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
     """A path in `folder` for each rate (bytes per second, 0 without limit); this process and those that it starts are
     held to them. Raises CannotThrottleError."""
     missing = [tool for tool in ("losetup", "mkfs.ext4", "mount", "umount") if not shutil.which(tool)]
-    if os.geteuid() != 0 or missing or not (CONTROLLER / "blkio.throttle.read_bps_device").exists():
-        raise CannotThrottleError(
-            "throttled paths need root, loop devices and the block I/O controller of cgroup v1 in " + str(CONTROLLER)
-        )
+    if missing:
+        raise CannotThrottleError(f"throttled paths need loop devices: {', '.join(missing)} not found")
+    controller = find_controller("io")
     with contextlib.ExitStack() as stack:
-        group = CONTROLLER / f"memascend-{os.getpid()}"
-        group.mkdir()
-        stack.callback(_dissolve, group)
-        paths = [stack.enter_context(_mounted(folder / f"path{n}", group, size_bytes)) for n in range(len(rates))]
+        group = stack.enter_context(group_of(controller))
+        made = (_mounted(folder / f"path{n}", group, controller, size_bytes) for n in range(len(rates)))
+        paths = [stack.enter_context(path) for path in made]
         for path, rate in zip(paths, rates, strict=True):
             path.limit(rate)
         (group / "cgroup.procs").write_text(str(os.getpid()))
         yield paths
 
 
-def require_cpu_share(share: float) -> None:
-    """ValueError for a share of a CPU that the kernel does not give; 0 is no limit."""
-    if share and share < LEAST_CPU_SHARE:
-        least = f"the kernel gives {LEAST_CPU_SHARE:g} or more; 0 sets no limit"
-        raise ValueError(f"a share of {share:g} of a CPU: {least}")
-
-
 @contextlib.contextmanager
 def limited_cpu() -> Iterator[Callable[[float], None]]:
     """A function that limits this process, and those that it started in here, to so many CPU seconds per second
     (0: no limit). Raises CannotThrottleError."""
-    if os.geteuid() != 0 or not (CPU_CONTROLLER / "cpu.cfs_quota_us").exists():
-        raise CannotThrottleError(f"a share of a CPU needs root and cgroup v1's controller in {CPU_CONTROLLER}")
-    group = CPU_CONTROLLER / f"memascend-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "cpu.cfs_period_us").write_text(str(_CPU_PERIOD_US))
+    controller = find_controller("cpu")
+    with group_of(controller) as group:
+        limit_cpu(controller, group, 0)
         (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield lambda share: _write_quota(group, share)
-    finally:
-        _dissolve(group)
-
-
-def _dissolve(group: Path) -> None:
-    """Its processes, of which some may outlive us (an interrupted run's children), go on without limits."""
-    while members := (group / "cgroup.procs").read_text().split():
-        for member in members:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                (group.parent / "cgroup.procs").write_text(member)
-    group.rmdir()
-
-
-def _write_quota(group: Path, share: float) -> None:
-    require_cpu_share(share)
-    (group / "cpu.cfs_quota_us").write_text(str(int(share * _CPU_PERIOD_US) if share else -1))
+        try:
+            yield lambda share: limit_cpu(controller, group, share)
+        finally:
+            limit_cpu(controller, group, 0)  # the group may be another limit's too
 
 
 @contextlib.contextmanager
-def _mounted(folder: Path, group: Path, size_bytes: int) -> Iterator[ThrottledPath]:
+def _mounted(folder: Path, group: Path, controller: Controller, size_bytes: int) -> Iterator[ThrottledPath]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     image = folder.with_suffix(".image")
     with image.open("wb") as file:
@@ -119,7 +91,7 @@ def _mounted(folder: Path, group: Path, size_bytes: int) -> Iterator[ThrottledPa
             _run("mount", device, str(folder))
             try:
                 number = os.stat(device).st_rdev
-                yield ThrottledPath(folder, f"{os.major(number)}:{os.minor(number)}", group)
+                yield ThrottledPath(folder, f"{os.major(number)}:{os.minor(number)}", group, controller)
             finally:
                 _run("umount", "--lazy", str(folder))
                 folder.rmdir()

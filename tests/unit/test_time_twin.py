@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hardware import throttled
+from hardware import control_groups, throttled
 from hardware.registry import load_testbed
 from memascend.planner.machine import machine_from_testbed
 from workflows.run import time_twin
@@ -62,7 +62,7 @@ def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
     try:
         with throttled.limited_cpu() as limit:
             limit(0.2)
-            (group,) = throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}")
+            (group,) = control_groups.find_controller("cpu").root.glob(f"memascend-{os.getpid()}")
             end = time.process_time() + 0.05
             while time.process_time() < end:
                 pass
@@ -70,7 +70,7 @@ def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
     except throttled.CannotThrottleError as reason:
         pytest.skip(str(reason))
     assert int(counted["nr_throttled"]) > 0
-    assert not list(throttled.CPU_CONTROLLER.glob(f"memascend-{os.getpid()}"))
+    assert not group.exists()
 
 
 def _throttled_paths(folder):
@@ -88,8 +88,8 @@ def test_an_interrupted_run_leaves_no_group_behind_while_its_child_lives_on(tmp_
         with contextlib.suppress(KeyboardInterrupt), limits(tmp_path):
             child = subprocess.Popen(["sleep", "60"])
             raise KeyboardInterrupt
-        groups = [root / f"memascend-{os.getpid()}" for root in (throttled.CONTROLLER, throttled.CPU_CONTROLLER)]
-        assert not any(group.exists() for group in groups)
+        roots = {control_groups.find_controller(name).root for name in ("io", "cpu")}
+        assert not any((root / f"memascend-{os.getpid()}").exists() for root in roots)
         assert child.poll() is None
         assert f"memascend-{os.getpid()}" not in Path(f"/proc/{child.pid}/cgroup").read_text()
         assert not list(tmp_path.iterdir())

@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hardware.control_groups import require_cpu_share
 from hardware.registry import load_testbed
-from hardware.throttled import ThrottledPath, limited_cpu, require_cpu_share, throttled_paths
+from hardware.throttled import ThrottledPath, limited_cpu, throttled_paths
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import MachineSpec, machine_from_testbed
 from memascend.planner.step import io_volume
