@@ -336,7 +336,10 @@ def _tokenizer_folder(named: str | Path) -> Path:
     from memascend.integrations.pretrained import local_folder
 
     path = Path(named).expanduser()
-    return path if path.is_dir() else local_folder(str(named), weights=False)
+    try:
+        return path if path.is_dir() else local_folder(str(named), weights=False)
+    except ValueError as error:  # its advice is of a model
+        raise ValueError(f"--tokenizer: {str(error).partition(';')[0]}; name a folder with a tokenizer") from None
 
 
 def main() -> int:

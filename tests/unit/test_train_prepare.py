@@ -50,7 +50,8 @@ def text(tmp_path):
         ),
         ({"context": 2_000_000}, "the model takes at most 131072 tokens per sequence, not 2000000"),
         ({"batch": 100_000, "accumulate": 2}, "one step takes 200000"),
-        ({"tokenizer": "/nowhere"}, "there is no folder /nowhere"),
+        ({"tokenizer": "/nowhere"}, "--tokenizer: there is no folder /nowhere; name a folder with a tokenizer$"),
+        ({"tokenizer": "qwen9-1b"}, "--tokenizer: no folder qwen9-1b, and the hub .*; name a folder with a tokenizer$"),
         ({"twin": 128}, "has no twin at k = 128"),
         (
             {"checkpointing": "ssd", "activations": "offload:9,keep:9"},
