@@ -104,7 +104,7 @@ class Plan:
         rounding = 0
         for entry in self.entries:
             if entry.role == HOST:
-                metric = OWNER_METRICS[entry.owner]
+                metric = OWNER_METRICS.get(entry.owner, entry.owner.replace("_", " "))  # a system's own class
                 out[metric] = out.get(metric, 0) + entry.requested_bytes
                 rounding += entry.reserved_bytes - entry.requested_bytes
         out[PINNED_OVERHEAD] = rounding

@@ -110,6 +110,12 @@ def _reached(resource: str, efficiency: float) -> Calibration:
     )
 
 
+def _kind(work: str) -> str:
+    """A resource's name without its number: "pcie.down" of "pcie0.down"."""
+    device, dot, way = work.partition(".")
+    return device.rstrip("0123456789") + dot + way
+
+
 def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
     served = set(resources.work_names())
     needed = {work for task in step.tasks for work in task.needs}
@@ -117,6 +123,9 @@ def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
     if "cpu" in needed and not has_memory:
         lacking.append("dram")  # CPU work is counted in bytes of host memory
     for work in lacking:
+        if any(_kind(each) == _kind(work) for each in served):  # the rate is there: the name is wrong
+            known = ", ".join(sorted(served))
+            raise ValueError(f"a task needs {work!r}, which {resources.name} does not have; it has {known}")
         key = _KEYS.get(work) or _KEYS.get(work.partition(".")[0].rstrip("0123456789"))
         said = f"rates.{key}" if key else f"what serves '{work}'"
         raise ValueError(f"the testbed {resources.name} does not say {said}, which step times need")

@@ -79,6 +79,14 @@ def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
     assert ours["arms"]["toy/wooden"] == plan["host_bytes"]
 
 
+def test_a_class_of_buffers_of_the_users_own_has_its_name_in_the_plan(toys):
+    program = Path(toys["MEMASCEND_SYSTEMS"]) / "toy/system.py"
+    program.write_text(TOY.replace('"in_memory_optimizer"', '"wooden_blocks"'))
+    command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json", "--system", "toy"]
+    plan = json.loads(forked.run(command, env=toys).stdout)
+    assert plan["components_bytes"]["wooden blocks"] == 8 * plan["parameters"]
+
+
 def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
     command += ["--system", "toy", "--testbed", "memascend-c1"]
@@ -87,6 +95,13 @@ def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
     phases = {phase["name"]: phase["seconds"] for phase in plan["time"]["phases"]}
     assert phases == pytest.approx({"fetch": 4 * plan["parameters"] / 64e9, "play": 1e-9 * plan["parameters"]})
     assert plan["time"]["seconds"] == pytest.approx(sum(phases.values()))
+
+
+def test_a_task_on_a_misspelt_resource_is_told_those_of_the_machine(toys):
+    (Path(toys["MEMASCEND_SYSTEMS"]) / "toy/system.py").write_text(TOY.replace('"cpu"', '"gpu"'))
+    command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
+    plan = json.loads(forked.run([*command, "--system", "toy", "--testbed", "memascend-c1"], env=toys).stdout)
+    assert "a task needs 'gpu', which memascend-c1 does not have; it has cpu, dram, gpu0, " in plan["time"]["reason"]
 
 
 FIGURE = """
