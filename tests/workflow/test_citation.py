@@ -32,7 +32,11 @@ def test_all_three_name_one_version_one_licence_and_the_five_papers_with_all_aut
         (each["name"], [f"{name['givenName']} {name['familyName']}" for name in each["author"]])
         for each in codemeta["citation"]
     ]
-    assert zenodo["references"] == [f"{', '.join(names)}. {title}." for title, names in papers]
+    places = [f"{each.get('journal') or each['collection-title']}, {each['year']}." for each in cff["references"]]
+    assert zenodo["references"] == [
+        f"{', '.join(names)}. {title}. {place}" for (title, names), place in zip(papers, places, strict=True)
+    ]
+    assert places == [f"{each['isPartOf']['name']}, {each['datePublished']}." for each in codemeta["citation"]]
     known = [each["doi"] for each in cff["references"] if "doi" in each]
     assert known == [each["identifier"] for each in zenodo["related_identifiers"]]
 
@@ -44,5 +48,8 @@ def test_readme_cites_the_same_titles_authors_and_identifiers() -> None:
         for name in paper["authors"]:
             family = name.split()[-1]
             assert re.search(rf"\. {family}\b", text), name
+        assert re.search(rf"{paper['doi'].removeprefix('10.48550/arXiv.')}\), {paper['year']}\.", text) or (
+            f"SC '25, [doi {paper['doi']}]" in text
+        )
         if paper["doi"]:
             assert paper["doi"].removeprefix("10.48550/arXiv.") in text

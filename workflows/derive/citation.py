@@ -32,7 +32,10 @@ def project() -> dict[str, Any]:
 
 
 def papers() -> list[dict[str, Any]]:
-    """Title, authors and, where known, `doi` of each paper, in the project's order; an arXiv number as its DOI."""
+    """Title, authors and, where known, `doi`, `venue` and `year` of each paper, in the project's order.
+
+    An arXiv number is a DOI and a year, that of its first version.
+    """
     found = []
     for name in registry.PAPERS:
         described = yaml.safe_load((ROOT / f"workflows/papers/{name}/paper.yaml").read_text())
@@ -40,7 +43,10 @@ def papers() -> list[dict[str, Any]]:
         doi = re.search(r"doi (10\.\S+)", source)
         arxiv = re.search(r"arXiv (\d{4}\.\d{5})", source)
         identifier = doi[1] if doi else f"10.48550/arXiv.{arxiv[1]}" if arxiv else None
-        found.append({"title": described["title"], "authors": described["authors"], "doi": identifier})
+        venue = described.get("venue", "arXiv" if arxiv else None)
+        year = described.get("year", 2000 + int(arxiv[1][:2]) if arxiv else None)
+        each = {"title": described["title"], "authors": described["authors"], "doi": identifier}
+        found.append(each | {"venue": venue, "year": year})
     return found
 
 
@@ -50,11 +56,15 @@ def person(name: str) -> dict[str, str]:
 
 
 def citation_file() -> str:
-    references = [
-        {"type": "article", "title": each["title"], "authors": [person(name) for name in each["authors"]]}
-        | ({"doi": each["doi"]} if each["doi"] else {})
-        for each in papers()
-    ]
+    references = []
+    for each in papers():
+        preprint = each["venue"] in (None, "arXiv")
+        place = {"journal" if preprint else "collection-title": each["venue"], "year": each["year"], "doi": each["doi"]}
+        references.append(
+            {"type": "article" if preprint else "conference-paper", "title": each["title"]}
+            | {"authors": [person(name) for name in each["authors"]]}
+            | {key: value for key, value in place.items() if value}
+        )
     said = {
         "cff-version": "1.2.0",
         "message": "If you use this software, please cite it, and the papers whose methods you use.",
@@ -68,6 +78,12 @@ def citation_file() -> str:
         "references": references,
     }
     return yaml.safe_dump(said, sort_keys=False, width=110, allow_unicode=True)
+
+
+def reference(paper: dict[str, Any]) -> str:
+    """Authors, title, venue and year in one line."""
+    place = ", ".join(str(paper[key]) for key in ("venue", "year") if paper[key])
+    return f"{', '.join(paper['authors'])}. {paper['title']}.{f' {place}.' if place else ''}"
 
 
 def zenodo() -> str:
@@ -84,7 +100,7 @@ def zenodo() -> str:
         "version": project()["version"],
         "license": project()["license"],
         "keywords": project()["keywords"],
-        "references": [f"{', '.join(each['authors'])}. {each['title']}." for each in papers()],
+        "references": [reference(each) for each in papers()],
         "related_identifiers": related,
     }
     return json.dumps(said, indent=2, ensure_ascii=False) + "\n"
@@ -97,7 +113,9 @@ def codemeta() -> str:
             for name in map(person, paper["authors"])
         ]
         known = {"@id": f"https://doi.org/{paper['doi']}"} if paper["doi"] else {}
-        return {"@type": "ScholarlyArticle", **known, "name": paper["title"], "author": writers}
+        venue = {"isPartOf": {"@type": "CreativeWork", "name": paper["venue"]}} if paper["venue"] else {}
+        year = {"datePublished": str(paper["year"])} if paper["year"] else {}
+        return {"@type": "ScholarlyArticle", **known, "name": paper["title"], "author": writers} | venue | year
 
     said = {
         "@context": "https://w3id.org/codemeta/3.0",
