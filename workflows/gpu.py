@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from memascend.integrations.deepspeed import ops
 from memascend.suggestions import did_you_mean
 from workflows import stages
 from workflows.refusals import ready
@@ -212,6 +211,8 @@ def load_ops() -> int:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
+    from memascend.integrations.deepspeed import ops
+
     ops.readable_architectures()
     for name in ops.NEEDED:
         ALL_OPS[name].load(verbose=False)
@@ -334,7 +335,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped before the first stage", file=sys.stderr)
         return 130
-    ops.readable_architectures()  # for the stages
     try:
         outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)
     except KeyboardInterrupt:

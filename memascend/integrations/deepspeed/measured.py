@@ -88,6 +88,7 @@ def require_compiled_ops() -> None:
 
 def import_everything() -> None:
     """What takes seconds and is the same for every run: modules and DeepSpeed's compiled op."""
+    ops.readable_architectures()
     require_compiled_ops()
     import deepspeed
     import torch._dynamo  # noqa: F401
