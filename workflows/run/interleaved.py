@@ -25,8 +25,9 @@ from memascend.baselines.protocol import RunSpec, load_system
 from memascend.planner import model_spec
 from memascend.training import processes
 from workflows import staleness
+from workflows.refusals import ready
 from workflows.run import children, provenance
-from workflows.run.training import job_of, parser, point, require_results_folder, require_space, sizes_of
+from workflows.run.training import job_of, parser, point, require_space, sizes_of
 
 POINT = ("sequence", "batch", "accumulation")
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
@@ -207,7 +208,7 @@ def checkpoints(arms: list[Arm], count: int, deadline: float) -> list[dict[str, 
 @contextlib.contextmanager
 def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -> Iterator[list[Arm]]:
     """The arms, each a process of so many threads (0: all cores) that was started; they end with the block."""
-    require_results_folder(args.out)
+    ready(args.out.parent, "--out")
     arms: list[Arm] = []
     try:
         for word in args.arms:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from memascend.planner import model_spec
 from memascend.planner.pool import streamed
 from memascend.training import processes
 from workflows import staleness
+from workflows.refusals import ready
 from workflows.run import children, provenance
 
 MIB = 1 << 20
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if min(s for s, _ in points) < 2 or min(b for _, b in points) < 1 or args.steps < 1 or args.ranks < 1:
         raise ValueError("--sequence must be at least 2; --steps, --batch and --ranks at least 1")
     children.require_device(args.device)
-    require_results_folder(args.out)
+    ready(args.out.parent, "--out")
     swap = Path(args.nvme).absolute() / args.run_id
     sizes = sizes_of(twin, args.ranks)
     require_space(swap, sizes.parameters)
@@ -151,18 +151,6 @@ def sizes_of(twin: Any, ranks: int) -> Sizes:
     flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=scaled(MIB, twin.k))
     parameters = sum(tensor.numel for tensor in tensors)
     return Sizes(largest_tensor=flow.largest, parameters=parameters, pool_buffers=flow.monolithic_count())
-
-
-def require_results_folder(out: Path) -> None:
-    """Before hours of training, not after."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"cannot write results into {out.parent}: {error.strerror}; name a writable folder with --out"
-        ) from None
 
 
 def require_space(swap: Path, parameters: int) -> None:
