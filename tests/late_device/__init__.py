@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import types
 from collections.abc import Iterator
 from functools import cache
@@ -10,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import load
+from torch.utils import cpp_extension
+
+NAME = "memascend_late_device"
+
+
+def compiled() -> Any:
+    """The extension. torch waits for ever for the lock of a compile that was killed: it is removed, by who alone may
+    compile."""
+    folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
+    with (folder / "one-at-a-time").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        return cpp_extension.load(NAME, [str(Path(__file__).with_name("late_device.cpp"))], extra_cflags=["-O1"])
 
 
 @cache
 def late_device() -> torch.device:
     """`late:0`, known to torch from now on as `torch.late`; compiled once and kept in the user's cache."""
-    core: Any = load("memascend_late_device", [str(Path(__file__).with_name("late_device.cpp"))], extra_cflags=["-O1"])
+    core = compiled()
 
     class Event:
         def __init__(self, number: int) -> None:

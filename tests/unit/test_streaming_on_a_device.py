@@ -9,6 +9,7 @@ import torch
 
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from tests import late_device
 from tests.late_device.plugin import HostAdamW
 from tests.unit import test_streaming_engine as on_the_cpu
 
@@ -35,7 +36,6 @@ NOT_THERE = (
 )
 
 
-@pytest.mark.timeout(1200)  # a suite of its own, beside others
 @pytest.mark.parametrize(
     ("names", "some"),
     [(WRITTEN_FOR_THE_CPU[:1], SOME_OF_THEM), pytest.param(WRITTEN_FOR_THE_CPU, "test", marks=pytest.mark.slow)],
@@ -49,6 +49,15 @@ def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late(names, some
     command += ["-k", chosen, *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_the_lock_of_a_killed_compile_holds_nothing_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / late_device.NAME / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setattr(late_device.cpp_extension, "load", lambda *args, **options: not lock.exists())
+    assert late_device.compiled()
 
 
 def test_a_device_that_is_not_there_is_one_line_and_leaves_the_model_alone(tmp_path):
