@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import io
 import json
 import statistics
@@ -27,6 +28,7 @@ from memascend.simulator.trace import read_trace
 
 # Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
 _STREAMED = {"engine": "", "fio": "fio"}
+SUMS = "SHA256SUMS"  # file of an artifact: digest and path of every other
 
 
 def add_compare(commands: Any) -> None:
@@ -131,9 +133,10 @@ def _together(path: Path, found: list[Results]) -> Results:
 
 
 def _of_artifact(path: Path) -> Iterator[Results]:
-    """The records and claims of a zip that `snakemake artifact` has made."""
+    """The records and claims of a zip that `snakemake artifact` has made, if every file is as SHA256SUMS says."""
     try:
         with zipfile.ZipFile(path) as file:
+            _check_sums(path, file)
             for name in sorted(map(PurePosixPath, file.namelist())):
                 inside = name.parts[1:]
                 if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
@@ -142,6 +145,31 @@ def _of_artifact(path: Path) -> Iterator[Results]:
         raise ValueError(f"cannot read {path} as an artifact: {error}; copy or download it again") from None
     except (RuntimeError, NotImplementedError, KeyError) as error:  # encrypted, compressed in another way, odd names
         raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
+
+
+def _check_sums(path: Path, artifact: zipfile.ZipFile) -> None:
+    """ValueError names what was changed, added or removed since the artifact was made, or leads out of it."""
+    entries = {entry.filename: PurePosixPath(entry.filename) for entry in artifact.infolist() if not entry.is_dir()}
+    for entry, inside in entries.items():
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ValueError(f"{path} is not compared: its entry {entry} leads out of the artifact")
+    roots = {inside.parts[0] for inside in entries.values()}
+    listed = f"{min(roots, default='')}/{SUMS}"
+    if len(roots) != 1 or listed not in entries or len(entries) < sum(not e.is_dir() for e in artifact.infolist()):
+        raise ValueError(f"{path} is not an artifact: it must hold one folder with {SUMS} and no file twice")
+    lines = artifact.read(listed).decode("utf-8").splitlines()
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    found = {
+        inside.relative_to(inside.parts[0]).as_posix(): hashlib.sha256(artifact.read(entry)).hexdigest()
+        for entry, inside in entries.items()
+        if entry != listed
+    }
+    if odd := sorted(name for name in sums.keys() | found.keys() if sums.get(name) != found.get(name)):
+        how = (
+            "is missing" if odd[0] not in found else "is not what its checksum says" if odd[0] in sums else "was added"
+        )
+        more = f", and {len(odd) - 1} more" if odd[1:] else ""
+        raise ValueError(f"{path} is not compared: {odd[0]} {how}{more} ({SUMS}); copy or download the artifact again")
 
 
 def _kind(loaded: StepOf | Results) -> str:
