@@ -1,4 +1,4 @@
-"""The spans of a model's blocks in a traced step."""
+"""The spans of a model's blocks, and of the waits between them, in a traced step."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any
 import torch
 
 from memascend.simulator.recorder import Recorder
+from memascend.storage import interrupts
 
 
 def record_blocks(model: torch.nn.Module, recorder: Recorder) -> None:
-    """From now on each block of `model` is an event of the device.
+    """From now on each block of `model` is an event of the device, less what the main thread waits in it.
 
     In backward a block lasts from its recomputation, which calls its parts and not the block, to that of the block
     before it; without gradient checkpointing backward has no blocks.
     """
+    interrupts.record_waits(recorder.wait)
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     for number, block in enumerate(max(lists, key=len, default=())):
         for part in block.children():

@@ -10,7 +10,7 @@ from memascend.simulator.recorder import CPU, Recorder, record_transfers
 
 
 def record_engine(engine: StreamingEngine, recorder: Recorder) -> None:
-    """From now on. What the training's thread waits for is in its phases and blocks: the engine does not tell of it."""
+    """From now on, for as long as the engine lives."""
     record_blocks(engine.model, recorder)
     record_transfers(engine.state_store, recorder)
     record_transfers(engine._auxiliary.scratch(), recorder)

@@ -8,8 +8,8 @@
 Resources have the names of a simulated step where they are the same thing: `gpu0` is the device (on a CUDA device its
 events say when the host issued the work), `cpu` the optimizer and the overflow check, `ssd.read` and `ssd.write` a
 transfer from its submission to its end, so that several overlap. Two are a real step's alone: `main`, the phase that
-the training's thread is in, and `wait`, where that thread waits for storage; waits are taken out of the events of
-`gpu0` and `cpu`, which are the same thread's.
+the training's thread is in, and `wait`, where that thread waits; waits are taken out of its own events of `gpu0` and
+`cpu`, not out of those that other threads add.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Recorder:
         self._rank = rank
         self._lock = threading.Condition()
         self._under_way = 0  # transfers
-        self._events: list[Event] = []
+        self._events: list[tuple[Event, bool]] = []  # and whether it is the training's thread's
+        self._thread = threading.get_ident()
         self._phases: list[str] = []
         self._phase_began = 0.0
         self._block: tuple[str, float] | None = None
@@ -52,6 +53,12 @@ class Recorder:
 
     def add(self, name: str, resource: str, begin_s: float, amount: float = 0.0, phase: str | None = None) -> None:
         """Something that began at `begin_s` and ends now. Outside of every phase nothing is kept."""
+        self._keep(name, resource, begin_s, amount, phase, threading.get_ident() == self._thread)
+
+    def _keep(
+        self, name: str, resource: str, begin_s: float, amount: float = 0.0, phase: str | None = None, own: bool = True
+    ) -> None:
+        """`own`: the training's thread did it, and did nothing of it while it waited."""
         phase, end_s = self.current_phase if phase is None else phase, self.now()
         if phase:
             event = Event(
@@ -64,7 +71,7 @@ class Recorder:
                 amount=amount,
             )
             with self._lock:
-                self._events.append(event)
+                self._events.append((event, own))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -78,7 +85,7 @@ class Recorder:
 
     def _turn(self, entered: str | None) -> None:
         if self._phases:
-            self.add(self.current_phase, MAIN, self._phase_began)
+            self._keep(self.current_phase, MAIN, self._phase_began)
         if entered is None:
             self._phases.pop()
         else:
@@ -91,7 +98,7 @@ class Recorder:
         try:
             yield
         finally:
-            self.add(name, resource, begin, amount)
+            self._keep(name, resource, begin, amount)
 
     def transfer(self, name: str, resource: str, begin_s: float, nbytes: int, phase: str) -> Callable[[object], None]:
         """A transfer that was submitted at `begin_s`: what has to be called, by any thread, when it has ended."""
@@ -107,7 +114,7 @@ class Recorder:
         return ended
 
     def wait(self) -> contextlib.AbstractContextManager[None]:
-        """The training's thread waits for storage."""
+        """The training's thread waits: for storage, or for another thread."""
         return self.span("wait", WAIT)
 
     def begin_block(self, name: str) -> None:
@@ -120,7 +127,7 @@ class Recorder:
         if self._block is not None:
             name, begin = self._block
             self._block = None
-            self.add(name, DEVICE, begin)
+            self._keep(name, DEVICE, begin)
 
     def take(self) -> list[Event]:
         """All events so far, from the begin of the first on, and forget them; transfers in flight are waited for."""
@@ -130,10 +137,10 @@ class Recorder:
                     f"{self._under_way} traced transfers did not complete within {_LONGEST_TRANSFER_S} s"
                 )
             events, self._events = self._events, []
-        waits = sorted((event.begin_s, event.end_s) for event in events if event.resource == WAIT)
+        waits = sorted((event.begin_s, event.end_s) for event, _ in events if event.resource == WAIT)
         out: list[Event] = []
-        for event in events:
-            out += _without(event, waits) if event.resource in (DEVICE, CPU) else [event]
+        for event, own in events:
+            out += _without(event, waits) if own and event.resource in (DEVICE, CPU) else [event]
         return sorted(out, key=lambda event: (event.begin_s, event.end_s))
 
 

@@ -11,6 +11,7 @@ are made in slices, with `check` before and between them, so they end with Ctrl-
 from __future__ import annotations
 
 import _signal  # as `signal`, whose functions take 50 times as long to make enums of numbers
+import contextlib
 import functools
 import os
 import sys
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["PATIENCE_S", "SLICE_S", "check", "patient", "uninterrupted", "wait", "whole"]
+__all__ = ["PATIENCE_S", "SLICE_S", "check", "patient", "record_waits", "uninterrupted", "wait", "whole"]
 
 PATIENCE_S = 0.5  # for which what is asked to be done to its end puts Ctrl-C off
 SLICE_S = 0.1  # of a wait, between two looks whether Ctrl-C has come
@@ -101,12 +102,18 @@ class _Patient:
 
 
 patient = _Patient()
+_during_wait: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def wait(wait_for: Callable[[float | None], bool], timeout_s: float | None = None) -> bool:
     """`wait_for(timeout_s)`, of an event or a condition; in the main thread in slices, and Ctrl-C is heard."""
     if threading.get_ident() != threading.main_thread().ident:
         return wait_for(timeout_s)
+    with _during_wait():
+        return _wait_in_slices(wait_for, timeout_s)
+
+
+def _wait_in_slices(wait_for: Callable[[float | None], bool], timeout_s: float | None) -> bool:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     check()
     while True:
@@ -116,6 +123,12 @@ def wait(wait_for: Callable[[float | None], bool], timeout_s: float | None = Non
         check()
         if deadline is not None and time.monotonic() >= deadline:
             return False
+
+
+def record_waits(during: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """From now on each wait of the main thread runs within a context that `during` makes."""
+    global _during_wait
+    _during_wait = during
 
 
 def check() -> None:

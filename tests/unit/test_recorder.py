@@ -1,12 +1,16 @@
 """Events of a real step: phases that interrupt one another, waits taken out, blocks; and two steps compared."""
 
+import contextlib
 import threading
 
 import pytest
+import torch
 
 from memascend import cli
+from memascend.integrations.block_spans import record_blocks
 from memascend.simulator import Event, Recorder, write_trace
 from memascend.simulator.side_by_side import rows, step_of_trace
+from memascend.storage import interrupts
 
 
 class Clock:
@@ -28,6 +32,35 @@ def clock(monkeypatch):
 
 def spans(events, resource):
     return [(event.name, event.phase, event.begin_s, event.end_s) for event in events if event.resource == resource]
+
+
+def test_waits_are_not_taken_out_of_what_another_thread_computes_meanwhile(clock):
+    recorder = Recorder()
+    with recorder.phase("backward"), recorder.wait():
+        clock.s = 1.0
+        other = threading.Thread(target=recorder.add, args=("AdamW", "cpu", 0.25))
+        other.start()
+        other.join()
+        clock.s = 3.0
+    assert spans(recorder.take(), "cpu") == [("AdamW", "backward", 0.25, 1.0)]
+
+
+def test_a_wait_of_the_main_thread_is_an_event_without_its_owner_saying_so(clock):
+    recorder = Recorder()
+    model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2))]))
+    record_blocks(model, recorder)
+
+    def ready(_):
+        clock.s = 2.0
+        return True
+
+    try:
+        with recorder.phase("forward"):
+            assert interrupts.wait(ready)
+            clock.s = 3.0
+    finally:
+        interrupts.record_waits(contextlib.nullcontext)
+    assert spans(recorder.take(), "wait") == [("wait", "forward", 0.0, 2.0)]
 
 
 def test_a_phase_within_another_interrupts_it(clock):
