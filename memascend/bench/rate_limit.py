@@ -13,6 +13,7 @@ direction by itself, so that a chain of small reads and writes takes as long as 
 from __future__ import annotations
 
 import fcntl
+import functools
 import heapq
 import itertools
 import mmap
@@ -21,7 +22,7 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -257,12 +258,16 @@ class RateLimitedHandle:
         return getattr(self._handle, name)
 
     def async_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
-        self._end = self._drive.book(buffer.nbytes, write=False)
+        self._end = self._booked(buffer.nbytes, write=False)
         return self._handle.async_pread(buffer, *file, **options)
 
     def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
-        self._end = self._drive.book(buffer.nbytes, write=True)
+        self._end = self._booked(buffer.nbytes, write=True)
         return self._handle.async_pwrite(buffer, *file, **options)
+
+    def _booked(self, nbytes: int, *, write: bool) -> float:
+        """The end of all that is waited for; of the two directions the later one."""
+        return max(self._end, self._drive.book(nbytes, write=write))
 
     def sync_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
         self.async_pread(buffer, *file, **options)
@@ -283,17 +288,17 @@ def clock_of(folder: str | os.PathLike[str]) -> Path:
     return Path(folder) / "rate.clock"
 
 
-class _RateLimited:
-    """In DirectTier's place: its makers, with a drive around what they make."""
+class RateLimitedTiers:
+    """In DirectTier's place: its makers, with the drive that a path has around what they make."""
 
-    def __init__(self, drive: Limiter) -> None:
-        self._drive = drive
+    def __init__(self, drive_of: Callable[[str | os.PathLike[str]], Limiter]) -> None:
+        self._drive_of = drive_of
 
-    def in_file(self, *args: Any, **options: Any) -> RateLimitedTier:
-        return RateLimitedTier(DirectTier.in_file(*args, **options), self._drive)
+    def in_file(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> RateLimitedTier:
+        return RateLimitedTier(DirectTier.in_file(path, *args, **options), self._drive_of(path))
 
-    def on_devices(self, *args: Any, **options: Any) -> RateLimitedTier:
-        return RateLimitedTier(DirectTier.on_devices(*args, **options), self._drive)
+    def on_devices(self, paths: Sequence[str | os.PathLike[str]], *args: Any, **options: Any) -> RateLimitedTier:
+        return RateLimitedTier(DirectTier.on_devices(paths, *args, **options), self._drive_of(paths[0]))
 
 
 @contextmanager
@@ -304,10 +309,40 @@ def rate_limited(rate: float) -> Iterator[RateLimiter]:
     server = RateLimiter(rate)
     modules = (state_store, scratch_storage)
     for module in modules:
-        module.DirectTier = _RateLimited(server)
+        module.DirectTier = RateLimitedTiers(lambda _: server)
     try:
         yield server
     finally:
         for module in modules:
             module.DirectTier = DirectTier
         server.close()
+
+
+def limit_process(rates: Mapping[str, Sequence[Any]], name: str) -> None:
+    """From now on each of these folders is on a drive of its own in this process, for whatever stores below it: our
+    tiers, and DeepNVMe's handle, which knows no paths and has the first. `rates`: bytes per second read and written,
+    and whether the directions are apart. Processes that say the same `name` share the drives."""
+    from memascend.activation import offload
+    from memascend.engine import scratch_storage, state_store
+    from memascend.integrations import memory_options
+    from memascend.integrations.deepspeed import aio, swap_store
+
+    drives = {
+        os.path.realpath(folder): SharedRateLimiter(f"{folder}.clock{name}", *each) for folder, each in rates.items()
+    }
+
+    def drive_of(path: str | os.PathLike[str]) -> SharedRateLimiter:
+        return next(drive for folder, drive in drives.items() if Path(os.path.realpath(path)).is_relative_to(folder))
+
+    for module in (offload, scratch_storage, state_store, memory_options, swap_store):
+        module.DirectTier = RateLimitedTiers(drive_of)
+    several, files = swap_store.open_paths, swap_store.FileTier
+    swap_store.FileTier = lambda folder, *args, **how: RateLimitedTier(files(folder, *args, **how), drive_of(folder))
+    swap_store.open_paths = functools.partial(several, around=lambda path, tier: RateLimitedTier(tier, drive_of(path)))
+    first = next(iter(drives.values()))
+
+    def limited_handle(module: Any, *args: Any, **how: Any) -> Any:
+        handle = RateLimitedHandle(module._stock.aio_handle(*args, **how), first)
+        return aio.MeteredAioHandle(handle, module._ledger, module._counters)
+
+    aio.MeteredAioModule.aio_handle = limited_handle

@@ -25,6 +25,8 @@ from memascend.training.processes import (
 STOPPED = exit_status(signal.SIGTERM)
 
 
+WORKER = "memascend.training.worker"  # module of a rank's process
+
 # For killed ranks to end: the kernel takes down their rings, and gives gigabytes of locked memory back.
 KILLED_S = 60.0
 
@@ -87,7 +89,7 @@ def start_rank(rank: int, ranks: int, port: int, threads: int, job: Path, folder
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, "-m", "memascend.training.worker", str(job)]
+    command = [sys.executable, "-m", WORKER, str(job)]
     with (folder.logs / f"rank{rank}.log").open("ab") as log:
         # Of rank 0 the progress goes to our own output: handed on as descriptor 3, since libraries print to 1 and 2.
         keep = os.dup(sys.stdout.fileno()) if rank == 0 else None

@@ -7,7 +7,6 @@ streaming engine) and writes a result file (JSON). The parent samples this proce
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -24,30 +23,6 @@ def import_everything() -> None:
     measured.import_everything()
 
 
-def hold_to(rate_limits: dict[str, list[float]]) -> None:
-    """Transfers below each of these folders take as long as its rates say, in DeepNVMe's handle and our tier."""
-    if not rate_limits:
-        return
-    from memascend.bench.rate_limit import RateLimitedHandle, RateLimitedTier, SharedRateLimiter
-    from memascend.integrations.deepspeed import aio, swap_store
-
-    run = os.environ["MASTER_PORT"]  # of all ranks of a training
-    drives = {folder: SharedRateLimiter(f"{folder}.clock{run}", *rates) for folder, rates in rate_limits.items()}
-
-    def around(path: str, tier: Any) -> Any:
-        folder = next(each for each in drives if os.path.realpath(path).startswith(os.path.realpath(each) + "/"))
-        return RateLimitedTier(tier, drives[folder])
-
-    swap_store.open_paths = functools.partial(swap_store.open_paths, around=around)
-    first = next(iter(drives.values()))
-
-    def limited_handle(module: Any, *args: Any, **how: Any) -> Any:
-        handle = RateLimitedHandle(module._stock.aio_handle(*args, **how), first)
-        return aio.MeteredAioHandle(handle, module._ledger, module._counters)
-
-    aio.MeteredAioModule.aio_handle = limited_handle
-
-
 def train(job: dict[str, Any], result_file: str) -> None:
     """Run the job, write its result file, and leave this process."""
     die_with_parent()
@@ -59,7 +34,10 @@ def train(job: dict[str, Any], result_file: str) -> None:
         else:
             from memascend.integrations.deepspeed.measured import MeasuredTraining
 
-            hold_to(job["rate_limits"])
+            if job["rate_limits"]:
+                from memascend.bench.rate_limit import limit_process
+
+                limit_process(job["rate_limits"], os.environ["MASTER_PORT"])
             result = MeasuredTraining(job).execute()
     except MemoryError as error:
         result = {"status": "oom", "reason": str(error)}
