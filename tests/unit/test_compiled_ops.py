@@ -1,11 +1,13 @@
 """What DeepSpeed would compile on first use is known beforehand, for the accelerator that computes."""
 
+import os
 from pathlib import Path
 
 import deepspeed.git_version_info as installed
 import pytest
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from memascend.integrations.deepspeed import measured, ops
 
@@ -51,6 +53,21 @@ def test_the_folder_is_the_one_that_torch_uses(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
     Path(cpp_extension._get_build_directory("cpu_adam", verbose=False), "cpu_adam.so").touch()
     assert ops.kept("cpu_adam")
+
+
+def test_the_lock_of_a_killed_compile_is_named_and_that_of_a_running_one_is_waited_for(made_for, tmp_path):
+    made_for("another")
+    (tmp_path / "cpu_adam").mkdir()
+    baton = FileBaton(str(tmp_path / "cpu_adam/lock"))
+    assert baton.try_acquire()
+    ops.refuse_abandoned_locks()
+    os.close(baton.fd)  # what is left of a process that was killed
+    with pytest.raises(ValueError, match=rf"^DeepSpeed's op cpu_adam .* rm {tmp_path}/cpu_adam/lock$"):
+        ops.refuse_abandoned_locks()
+    with pytest.raises(ValueError, match="cpu_adam/lock"):
+        measured.require_compiled_ops()
+    made_for(get_accelerator()._name)  # torch loads nothing
+    ops.refuse_abandoned_locks()
 
 
 @pytest.mark.parametrize(

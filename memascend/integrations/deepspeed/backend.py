@@ -51,6 +51,7 @@ class DeepSpeedBackend:
     @staticmethod
     def notes() -> list[str]:
         _choose_accelerator()
+        ops.refuse_abandoned_locks()
         missing = ops.not_compiled()
         return [f"DeepSpeed compiles {', '.join(missing)} now, once; this takes some minutes"] if missing else []
 

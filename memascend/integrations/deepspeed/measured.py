@@ -77,9 +77,11 @@ class Phases:
 
 
 def require_compiled_ops() -> None:
-    """DeepSpeed compiles missing ops on first use, for minutes and inside the measurement."""
+    """DeepSpeed compiles missing ops on first use, for minutes and inside the measurement. RuntimeError, or ValueError
+    where it could not load them."""
     from deepspeed.accelerator import get_accelerator
 
+    ops.refuse_abandoned_locks()
     if missing := ops.not_compiled():
         device = get_accelerator()._name
         fix = "make setup" if device == "cpu" else "python -m workflows.gpu --load-ops"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -21,22 +22,52 @@ def not_compiled() -> list[str]:
     Ops that are installed ready made are of one accelerator (``make setup``: the CPU); for another one DeepSpeed
     compiles them on first use and keeps them in torch's folder of extensions.
     """
+    return [name for name in _loaded_by_torch() if not kept(name)]
+
+
+def _loaded_by_torch() -> list[str]:
+    """Those of NEEDED that are not installed ready made for this process's accelerator."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     here = accelerator_name == get_accelerator()._name
-    return [name for name in NEEDED if not (here and installed_ops.get(name)) and not kept(name)]
+    return [name for name in NEEDED if not (here and installed_ops.get(name))]
 
 
 def kept(name: str) -> bool:
     """Whether an earlier use has compiled it, with this Python and CUDA; torch's folder of extensions is only read."""
+    return (_folder(name) / f"{name}.so").is_file()
+
+
+def refuse_abandoned_locks() -> None:
+    """ValueError for the lock of a compile that was killed: torch would wait for it for ever, without a word."""
+    for name in _loaded_by_torch():
+        lock = _folder(name) / "lock"
+        if lock.exists() and not _is_open(lock) and lock.exists():
+            raise ValueError(
+                f"DeepSpeed's op {name} cannot be loaded: torch waits for {lock}, which no process of this machine has "
+                f"open, as after a compile that was killed; unless another machine is compiling it, rm {lock}"
+            )
+
+
+def _is_open(path: Path) -> bool:
+    """By a process of this machine that we may look at: any of the same user, and all for root."""
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor) == str(path.resolve()):
+                return True
+    return False
+
+
+def _folder(name: str) -> Path:
+    """Where torch keeps what it has compiled for an op."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         cuda = torch.version.cuda
         accelerator = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
         python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
         root = str(Path(cpp_extension.get_default_build_root(), f"{python}_{accelerator}"))
-    return Path(root, name, f"{name}.so").is_file()
+    return Path(root, name)
 
 
 def readable_architectures(environment: MutableMapping[str, str] = os.environ) -> None:
