@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 from memascend.doctor.checks import FAIL, OK, WARN, Check
 from memascend.extension import NotLoadable
@@ -72,12 +73,22 @@ def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
     return Check(name="DeepSpeed", status=OK, found=f"{found}, tried")
 
 
-def check_ops(site: Path | None, kept: Sequence[str] = (), gpu: bool = False) -> Check:
+def check_ops(
+    site: Path | None, kept: Sequence[str] = (), gpu: bool = False, locks: Mapping[str, Path] = MappingProxyType({})
+) -> Check:
     """`site`: the folder that holds the deepspeed package. Ops that are missing compile on first use, for minutes.
 
     `kept`: those that an earlier use has compiled. `gpu`: a GPU computes; ops that set-up makes are for the CPU.
+    `locks`: of ops, those that no process holds.
     """
     ready = [name for name, path in OPS.items() if site and not gpu and list(site.glob(f"{path}*.so"))]
+    if stuck := [name for name in locks if name not in ready]:
+        return Check(
+            name="DeepSpeed ops",
+            status=FAIL,
+            found=f"{', '.join(stuck)} would wait for ever for a lock that a killed compile has left",
+            fix=f"rm {' '.join(str(locks[name]) for name in stuck)}, unless another machine is compiling",
+        )
     missing = [name for name in OPS if name not in (*ready, *kept)]
     if missing and gpu:
         return Check(
@@ -97,15 +108,16 @@ def check_ops(site: Path | None, kept: Sequence[str] = (), gpu: bool = False) ->
     return Check(name="DeepSpeed ops", status=OK, found=f"{', '.join(OPS)} compiled")
 
 
-def compiled_by_use() -> tuple[list[str], bool]:
-    """(ops that DeepSpeed has compiled on an earlier use, whether a GPU computes)"""
+def compiled_by_use() -> tuple[list[str], bool, dict[str, Path]]:
+    """(ops that DeepSpeed has compiled on an earlier use, whether a GPU computes, locks that no process holds)"""
     try:
         import torch
 
         from memascend.integrations.deepspeed import ops
     except ImportError:
-        return [], False
-    return [name for name in OPS if ops.kept(name)], torch.cuda.is_available()
+        return [], False, {}
+    locks = {name: lock for name in OPS if (lock := ops.abandoned_lock(name))}
+    return [name for name in OPS if ops.kept(name)], torch.cuda.is_available(), locks
 
 
 def check_transformers(found: str | None) -> Check:

@@ -314,6 +314,9 @@ def test_packages(tmp_path):
     judged(packages.check_ops(tmp_path, ["async_io"], gpu=True), WARN, "cpu_adam not compiled for the GPU")
     judged(packages.check_ops(tmp_path, ["async_io", "cpu_adam"], gpu=True), OK)
     judged(packages.check_ops(None, ["async_io", "cpu_adam"]), OK)
+    locks = {"cpu_adam": tmp_path / "lock"}
+    judged(packages.check_ops(None, ["async_io", "cpu_adam"], locks=locks), FAIL, "cpu_adam would wait", "lock, unless")
+    judged(packages.check_ops(tmp_path, locks=locks), OK)  # ready made: nothing is loaded from there
 
 
 def test_the_command_prints_every_check_and_its_status(capsys, direct):

@@ -42,12 +42,17 @@ def kept(name: str) -> bool:
 def refuse_abandoned_locks() -> None:
     """ValueError for the lock of a compile that was killed: torch would wait for it for ever, without a word."""
     for name in _loaded_by_torch():
-        lock = _folder(name) / "lock"
-        if lock.exists() and not _is_open(lock) and lock.exists():
+        if lock := abandoned_lock(name):
             raise ValueError(
                 f"DeepSpeed's op {name} cannot be loaded: torch waits for {lock}, which no process of this machine has "
                 f"open, as after a compile that was killed; unless another machine is compiling it, rm {lock}"
             )
+
+
+def abandoned_lock(name: str) -> Path | None:
+    """The lock that stands in the folder of an op, if no process of this machine has it open."""
+    lock = _folder(name) / "lock"
+    return lock if lock.exists() and not _is_open(lock) and lock.exists() else None
 
 
 def _is_open(path: Path) -> bool:
