@@ -8,6 +8,8 @@ from typing import Any
 
 from memascend.memory.budget import parse_bytes
 
+MINIMUM_BYTES = 1 << 20  # of a saved tensor that goes to the SSD
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
@@ -24,7 +26,7 @@ class CacheOptions:
     """
 
     amount: str | int = "auto"
-    minimum_bytes: int | str = 1 << 20
+    minimum_bytes: int | str = MINIMUM_BYTES
     prefetch_bytes: int | str = 256 << 20
     reserve_bytes: int | str = 1 << 30
     write_budget_bytes: int | str | None = None

@@ -1,4 +1,4 @@
-"""The spans of a model's blocks, and of the waits between them, in a traced step."""
+"""The spans of a model's blocks, the waits between them, and what its activation cache moves, in a traced step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from memascend.simulator.recorder import Recorder
+from memascend.integrations.memory_options import AppliedOptions
+from memascend.simulator.recorder import Recorder, record_transfers
 from memascend.storage import interrupts
 
 
@@ -22,6 +23,12 @@ def record_blocks(model: torch.nn.Module, recorder: Recorder) -> None:
         for part in block.children():
             part.register_forward_pre_hook(lambda *_, name=f"block {number}": recorder.begin_block(name))
         block.register_forward_hook(lambda *_: _ended(recorder))
+
+
+def record_activations(options: AppliedOptions, recorder: Recorder) -> None:
+    """From now on every transfer of the activation cache is an event, if the model has one."""
+    if options.cache is not None:
+        record_transfers(options.cache.tier, recorder)
 
 
 def _ended(recorder: Recorder, *_: Any) -> None:

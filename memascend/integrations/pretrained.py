@@ -248,13 +248,17 @@ def apply_options(model: Any, config: Any, allocator: Any, folder: str | None) -
 
     `allocator`: where offloaded checkpoints go. `folder`: where activations go with checkpointing `ssd`.
     """
+    from memascend.activation.options import MINIMUM_BYTES
     from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
+    section = config.activation_section()
+    if section is not None and config.twin > 1:  # its tensors are smaller, and so is what stays in memory for its size
+        section["minimum_bytes"] = max(1, MINIMUM_BYTES // config.twin**2)
     options = MemoryOptions(
         attention=config.attention,
         loss=config.loss,
         checkpointing=config.checkpointing,
-        activations=config.activation_section(),
+        activations=section,
     )
     return apply_memory_options(model, options, allocator=allocator, use_reentrant=True, folder=folder)
 

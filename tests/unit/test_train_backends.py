@@ -258,6 +258,19 @@ def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpoint
     assert blocks == 2 * once
 
 
+def test_a_traced_step_has_every_byte_of_its_activation_cache(tmp_path):
+    work = {"checkpointing": "ssd", "activations": "all", "twin": 64}  # of a twin, small tensors go too
+    backend, recorder = built(folder=str(tmp_path), **work), Recorder()
+    backend.trace(recorder)
+    steps(backend, 1)
+    events = [event for event in recorder.take() if event.resource.startswith("ssd")]
+    moved = {name: sum(e.amount for e in events if e.resource == name) for name in ("ssd.write", "ssd.read")}
+    assert {(event.resource, event.phase) for event in events} == {("ssd.write", "forward"), ("ssd.read", "backward")}
+    said = backend._options.cache.statistics
+    assert moved == {"ssd.write": said.written, "ssd.read": said.read}
+    assert moved["ssd.write"] > 0
+
+
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true(states):
     work = {"checkpointing": "offloaded", "context": 16, "batch": 2, "states": states}

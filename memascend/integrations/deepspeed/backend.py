@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memascend.integrations.block_spans import record_blocks
+from memascend.integrations.block_spans import record_activations, record_blocks
 from memascend.integrations.deepspeed import ops
 from memascend.integrations.deepspeed.recorded import record_step
 from memascend.integrations.pretrained import apply_options, partitioned_model, persistent_buffers
@@ -103,6 +103,7 @@ class DeepSpeedBackend:
     def trace(self, recorder: Recorder) -> None:
         self._recorder = recorder
         record_blocks(self.model, recorder)
+        record_activations(self._options, recorder)
         record_step(self._engine, self._enabled, recorder)
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:

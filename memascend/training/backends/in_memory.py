@@ -152,10 +152,11 @@ class InMemoryBackend:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def trace(self, recorder: Recorder) -> None:
-        from memascend.integrations.block_spans import record_blocks
+        from memascend.integrations.block_spans import record_activations, record_blocks
 
         self._recorder = recorder
         record_blocks(self.model, recorder)
+        record_activations(self._options, recorder)
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
         self._filled.clear()
