@@ -40,6 +40,8 @@ class Documents:
                 self._paths.append(path)
             elif path.is_dir():
                 self._paths += self._files(path)
+            elif path.is_symlink():
+                raise ValueError(f"{source} is a link to {path.readlink()}, which is not there; name text with --data")
             elif len(sources) == 1 and not source.startswith(("/", ".", "~")) and not _near(path):
                 self._dataset = self._load(source)
             else:

@@ -193,6 +193,12 @@ def test_a_mistyped_folder_of_text_is_suggested(tmp_path, monkeypatch):
         documents(tmp_path / "text", tmp_path / "texts")
 
 
+def test_a_link_to_text_that_is_not_there_says_where_it_leads(tmp_path):
+    (tmp_path / "texts").symlink_to("/nowhere/texts")
+    with pytest.raises(ValueError, match=r"/texts is a link to /nowhere/texts, which is not there; name text with"):
+        documents(tmp_path / "texts")
+
+
 def test_data_that_is_binary_is_said_to_have_been_skipped(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\xff\xfe\x00" * 100)
     values = {"model": "llama3.2-1b", "twin": 32, "data": [str(tmp_path / "image.png")], "context": 64}
