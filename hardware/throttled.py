@@ -1,7 +1,9 @@
 """Paths of known speed, and processes that get a share of a CPU, by control groups of version 1 or 2.
 
 A path is a file system on a loop device that the kernel's own block I/O controller slows down. What it can do is then
-enforced outside our code, for direct I/O. Reads and writes are limited each by itself.
+enforced outside our code, for direct I/O. Reads and writes are limited each by itself. The controller counts in slices
+of a tenth of a second, and a direction that was idle has a whole slice at once: a chain of reads and writes in turn is
+faster than its rates (`memascend.bench.rate_limit` has drives that are not).
 """
 
 from __future__ import annotations

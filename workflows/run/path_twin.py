@@ -83,7 +83,8 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
         {"name": f"path{n}", "read_gb_per_s": read / 1e9, "write_gb_per_s": written / 1e9, "duplex": not args.simplex}
         for n, (read, written) in enumerate(rates_of(args))
     ]
-    where, costs = measured_machine(found, found["points"][0], described={"paths": paths})
+    fewest = min(found["points"], key=lambda each: each["batch"] * each["context"])
+    where, costs = measured_machine(found, fewest["block_flops_per_s"], described={"paths": paths})
     points = []
     for arm, (tokens, batch, *more) in itertools.product(arms, points_of(args)):
         zero, batches = arm.config["zero_optimization"], (more or [1])[0]

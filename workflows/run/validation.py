@@ -1,13 +1,17 @@
 """Compare the simulator with measured steps of this machine, phase by phase.
 
-The SSDs are loop devices that the kernel holds to a rate in each direction, and these are their rates; MLP-Offload has
-both, all others the first. Other rates come from micro-benchmarks alone: a decoder block by itself for the device,
-output matrix and loss by themselves, AdamW's benchmark, a try of memory; and for what the runtime takes for itself the
-same system on a model so small that this is most of its step, less what is simulated for it. Never from the steps that
-are judged. A phase that is not simulated (the update of a system that keeps its states on the device) is in no row, and
-in no step; where updates are simulated in the backward pass, those that are left after it count as backward. `--stage
-rates` and `--stage steps` measure (keep the machine free of other work, three minutes each), `--stage judge` simulates
-and writes the record.
+The SSDs are drives of known speed (`memascend.bench.rate_limit`), with a rate for each direction, and these are the
+simulator's; MLP-Offload has two, all others the first. What the training's thread computes comes from smaller models:
+the same system trains a quarter and half of the blocks of each size (fewer fit into the caches, and say nothing of
+more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
+block's seconds (its slope) and those of what lies outside the blocks. Memory, copies and AdamW are micro-benchmarks. No
+judged step gives a rate. It takes an hour, in which the machine has to be free of other work. With `--folder` the
+traces are kept, and what is there is not measured again.
+
+A phase is the time that the training's thread spends in it. A simulated one therefore ends with its last products, and
+the last with the step: transfers go on beside the next phase. A phase that is not simulated (the update of a system
+that keeps its states on the device) is in no row, and in no step; where updates are simulated in the backward pass,
+those that are left after it count as backward.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -25,20 +30,25 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hardware.throttled import throttled_paths
 from memascend.doctor.speed import memory_speed
 from memascend.memory.heap import MALLOC
 from memascend.planner import model_spec
 from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for
 from memascend.planner.machine import Calibrations, MachineSpec
-from memascend.planner.step_time import step_time
+from memascend.planner.pieces import forward_flops
+from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import SwapSizes
 from memascend.simulator import read_trace
-from memascend.simulator.side_by_side import step_of_trace
+from memascend.simulator.recorder import CPU, DEVICE, WAIT
+from memascend.simulator.side_by_side import StepOf, step_of_trace
 from memascend.training.config import TrainConfig
 from memascend.training.prepare import workload_of_run
+from workflows import staleness
+from workflows.refusals import ready
+from workflows.run import children, provenance
 
 Run = tuple[str, str]  # system, arm
+Point = tuple[int, int, int]  # k of the twin, tokens per sequence, sequences
 
 # (system, arm) -> what else `memascend train` is told. DeepSpeed's pipelined swapper is an arm of MLP-Offload's.
 RUNS: dict[Run, dict[str, Any]] = {
@@ -48,7 +58,7 @@ RUNS: dict[Run, dict[str, Any]] = {
     ("zero_offload", "today"): {},
     ("cxl", "cxl_aware"): {},
     ("lohan", "optimized"): {},
-    ("mlp_offload", "mlp_offload"): {"tiers": ["path0", "path1"]},
+    ("mlp_offload", "mlp_offload"): {"tiers": 2},
     ("ssdtrain", "ssdtrain"): {"checkpointing": "ssd", "activations": "all"},
 }
 # DeepSpeed's configuration of the pipelined arm has as many buffers as MLP-Offload's (baselines/mlp_offload/system.py).
@@ -56,116 +66,154 @@ SIZES = {
     ("mlp_offload", "zero3"): SwapSizes(optimizer_buffers=cached_sub_group_buffers(False, cached_sub_groups_for(2)))
 }
 UPDATES_IN_BACKWARD = ("lohan", "optimized")
+IN_MEMORY = (("zero_offload", "today"), ("cxl", "cxl_aware"))  # they move nothing to a drive
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
-# (k, tokens per sequence, sequences): one bound by storage, one by products.
-POINTS = ((4, 32, 1), (4, 256, 2))
-TINY = (32, 8, 1)
-STEPS = 4  # the first is left out
+POINTS: tuple[Point, ...] = ((8, 256, 2), (4, 32, 1), (4, 256, 2))  # of the last two, storage binds one, products one
+BLOCKS = (4, 8)  # of the smaller models; the judged ones have 16
+ROUNDS = ("before", "after")  # of the smaller models: before the judged steps and after them, as machines drift
+LEAST_S = 1e-6  # of a block in a phase, where noise says less than nothing
+STEPS = 6  # the first is left out
+DRIVES = {"faster": 1.0, "slower": 0.5}  # name -> of the rates of PATHS
 PATHS = [{"name": "path0", "read_gb_per_s": 0.6, "write_gb_per_s": 0.45, "duplex": True}]
 PATHS += [{"name": "path1", "read_gb_per_s": 0.3, "write_gb_per_s": 0.225, "duplex": True}]
+_ADAM_NUMEL = 30_000_000
 _TEXT = Path(sysconfig.get_paths()["stdlib"]) / "json"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--stage", choices=("rates", "steps", "judge"), required=True, help="part of the comparison to run"
-    )
-    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="folder for rates and traces")
-    parser.add_argument(
-        "--point", type=int, choices=range(len(POINTS)), default=0, help="point that --stage steps trains"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="record that --stage judge writes")
-    options = parser.parse_args()
+    parser.add_argument("--run-id", default="", metavar="ID", help="id of the run (default: the name of --out)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder that keeps rates and traces")
+    args = parser.parse_args(argv)
     if MALLOC.items() - os.environ.items():  # the benchmarks allocate as the trainings do
         os.execve(
             sys.executable, [sys.executable, "-m", "workflows.run.validation", *sys.argv[1:]], os.environ | MALLOC
         )
-    folder: Path = options.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    if options.stage == "rates":
-        with ssds(folder) as paths:
-            (folder / "rates.json").write_text(json.dumps(rates(folder, paths), indent=1) + "\n")
-    elif options.stage == "steps":
-        with ssds(folder) as paths:
-            for run in RUNS:
-                train(folder, paths, run, *POINTS[options.point])
-    else:
-        record = judge(folder)
-        text = json.dumps(record, indent=1) + "\n"
-        (options.out or folder / "validation.json").write_text(text)
-        print(as_text(record))
+    ready(args.out.parent, "--out")
+    place = Path(os.environ.get("MEMASCEND_NVME", "nvme")).absolute()
+    with contextlib.nullcontext(args.folder) if args.folder else children.scratch_folder(place) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        measure(folder.absolute())
+        found = judge(folder)
+    code = staleness.digest("workflows.run.validation", sorted({system for system, _ in RUNS}), [MODEL])
+    provenance.write_record(args.out, args.run_id or args.out.stem, "simulation-validation", code, found)
+    print(as_text(found))
     return 0
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def ssds(folder: Path) -> Iterator[dict[str, str]]:
-    """Name -> folder of the drives of `PATHS`. Raises CannotThrottleError."""
-    with throttled_paths(folder.absolute() / "ssd", [0] * len(PATHS), 8 << 30) as drives:
-        for said, drive in zip(PATHS, drives, strict=True):
-            drive.limit(1e9 * said["read_gb_per_s"], 1e9 * said["write_gb_per_s"])
-        yield {said["name"]: str(drive.folder) for said, drive in zip(PATHS, drives, strict=True)}
+def measure(folder: Path) -> None:
+    """Rates, then the smaller models, then the judged steps."""
+    if not (folder / "rates.json").exists():
+        (folder / "rates.json").write_text(json.dumps(rates_here(), indent=1) + "\n")
+    paths = [folder / path["name"] for path in PATHS]
+    for path in paths:
+        path.mkdir(exist_ok=True)
+    smaller_models(folder, paths, ROUNDS[0])
+    for drive in DRIVES:
+        rates = [[1e9 * float(path[f"{way}_gb_per_s"]) for way in ("read", "write")] for path in paths_of(drive)]
+        for run in RUNS:
+            if drive in drives_of(run):
+                for point in POINTS:
+                    train(folder, dict(zip(paths, rates, strict=True)), run, point, drive, MODEL)
+    smaller_models(folder, paths, ROUNDS[1])
 
 
-def traces_of(folder: Path, run: Run, k: int, context: int, batch: int) -> list[Path]:
-    name = f"{'-'.join(run)}-k{k}-c{context}-b{batch}"
+def smaller_models(folder: Path, paths: list[Path], when: str) -> None:
+    """What the training's thread computes, from runs on a drive without a limit."""
+    for run in RUNS:
+        for point in POINTS:
+            for blocks in BLOCKS:
+                train(folder, dict.fromkeys(paths), run, point, f"{blocks}-{when}", _fewer_blocks(folder, blocks))
+
+
+def paths_of(drive: str) -> list[dict[str, Any]]:
+    return [
+        path | {key: DRIVES[drive] * float(path[key]) for key in ("read_gb_per_s", "write_gb_per_s")} for path in PATHS
+    ]
+
+
+def drives_of(run: Run) -> list[str]:
+    return [*DRIVES][:1] if run in IN_MEMORY else [*DRIVES]
+
+
+def traces_of(folder: Path, run: Run, point: Point, called: str) -> list[Path]:
+    """`called`: a drive, or the number of blocks of a smaller model and when it was trained."""
+    k, context, batch = point
+    name = f"{'-'.join(run)}-k{k}-c{context}-b{batch}-{called}"
     return [folder / f"{name}-{step}.json" for step in range(2, STEPS + 1)]
 
 
-def told(run: Run, k: int, context: int, batch: int) -> dict[str, Any]:
+def told(run: Run, point: Point, model: str) -> dict[str, Any]:
     """Keys of `memascend train`."""
+    k, context, batch = point
     sizes = {"twin": k, "context": context, "batch": batch, "steps": STEPS, "eval_sequences": 0, "clip": 0.0}
     text = {"data": [str(_TEXT)], "files": "*.py"}
-    return {"model": MODEL, "dtype": DTYPE, "system": run[0], "arm": run[1], **text, **sizes, **RUNS[run]}
+    more = {name: value for name, value in RUNS[run].items() if name != "tiers"}
+    return {"model": model, "dtype": DTYPE, "system": run[0], "arm": run[1], **text, **sizes, **more}
 
 
-def train(folder: Path, paths: dict[str, str], run: Run, k: int, context: int, batch: int) -> None:
-    """Steps by `memascend train`, each but the first leaves its trace; what is there is kept."""
-    traces = traces_of(folder, run, k, context, batch)
+def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: Point, called: str, model: str) -> None:
+    """Steps by `memascend train`, each but the first leaves its trace; what is there is kept. `paths`: the bytes per
+    second that each reads and writes, None: as fast as it can."""
+    traces = traces_of(folder, run, point, called)
     if traces[-1].exists():
         return
     name = traces[0].stem.removesuffix("-2")
-    keys = told(run, k, context, batch) | {"output": folder / f"run-{name}", "trace": folder / f"{name}-{{step}}.json"}
-    keys |= {"tiers": [paths[each] for each in keys["tiers"]]} if "tiers" in keys else {"nvme": paths["path0"]}
-    command = [sys.executable, "-m", "memascend.cli", "train"]
+    keys = told(run, point, model) | {"output": folder / f"run-{name}", "trace": folder / f"{name}-{{step}}.json"}
+    keys |= {"tiers": [*paths]} if RUNS[run].get("tiers") else {"nvme": next(iter(paths))}
+    limits = {str(path): rates for path, rates in paths.items() if rates}
+    command = [sys.executable, "-m", "workflows.run.rate_limited_train", json.dumps(limits)]
     for key, value in keys.items():
         command += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def rates(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
+def _fewer_blocks(folder: Path, blocks: int) -> str:
+    """A folder that `memascend train` takes for the model with this many blocks."""
+    made = folder / f"model-{blocks}"
+    made.mkdir(exist_ok=True)
+    config = dataclasses.replace(model_spec(MODEL), layers=blocks).hf_config_dict()
+    (made / "config.json").write_text(json.dumps(config))
+    return str(made)
+
+
+def rates_here() -> dict[str, Any]:
     """Micro-benchmarks, each with what it is of."""
     import torch
 
-    from memascend.bench.device_rates import adamw_rate, device_seconds
     from memascend.engine.swap import link_rate
 
-    memory = memory_speed()
-    for run in RUNS:
-        train(folder, paths, run, *TINY)
     return {
         "torch": torch.__version__,
         "load_average": os.getloadavg()[0],
         "threads": torch.get_num_threads(),
-        "memory_bytes_per_s": memory,
-        "copy_bytes_per_s": link_rate(),
-        "paths": PATHS,
+        "memory_bytes_per_s": memory_speed(),
+        "copy_bytes_per_s": link_rate(torch.device("cpu")),
         "adamw_bytes_per_s": adamw_rate(),
-        "tiny": device_seconds(model_spec(MODEL).twin(TINY[0]), *TINY[1:]),
-        "points": [device_seconds(model_spec(MODEL).twin(k), *sizes) for k, *sizes in POINTS],
     }
 
 
-# -- what is simulated -------------------------------------------------------------------------------------------------
+def adamw_rate() -> float:
+    """Bytes per second of DeepSpeed's AdamW over fp32 states, by `memascend bench adamw`: 28 per element."""
+    command = [sys.executable, "-m", "memascend.cli", "bench", "adamw", "--json"]
+    command += ["--numels", str(_ADAM_NUMEL), "--repeats", "5"]
+    done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    point = next(each for each in done["points"] if each["method"] == "deepspeed")
+    return point["bytes"] / statistics.median(point["seconds"])
 
 
-def seconds_of(traces: list[Path], run: Run, phases: Collection[str]) -> dict[str, float]:
+def steps_of(folder: Path, run: Run, point: Point, called: str) -> list[StepOf]:
+    return [step_of_trace(*read_trace(trace)) for trace in traces_of(folder, run, point, called)]
+
+
+def seconds_of(folder: Path, run: Run, point: Point, drive: str, phases: Collection[str]) -> dict[str, float]:
     """Median seconds of each of the phases, and of all of them together."""
-    steps = [step_of_trace(*read_trace(trace)).phase_s for trace in traces]
+    steps = [step.phase_s for step in steps_of(folder, run, point, drive)]
     if run == UPDATES_IN_BACKWARD:
         steps = [step | {"backward": step["backward"] + step.get("optimizer", 0.0)} for step in steps]
     steps = [{phase: step.get(phase, 0.0) for phase in phases} for step in steps]
@@ -173,11 +221,40 @@ def seconds_of(traces: list[Path], run: Run, phases: Collection[str]) -> dict[st
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
-def measured_machine(found: dict[str, Any], point: dict[str, Any], **storage: Any) -> tuple[MachineSpec, Calibrations]:
-    """This machine by its micro-benchmarks, the device's rate the block's at these sizes; `storage`: other fields."""
+def host_seconds(folder: Path, run: Run, point: Point) -> dict[str, dict[str, float]]:
+    """phase -> seconds of the training's thread without its waits, of each block and of what lies outside of them.
+
+    Of a system whose updates run in another thread, `optimizer` is what that thread computes.
+    """
+    found = {}
+    for phase in PHASES:
+        few, many = (
+            statistics.median(
+                _computing(run, step, phase)
+                for when in ROUNDS
+                for step in steps_of(folder, run, point, f"{blocks}-{when}")
+            )
+            for blocks in BLOCKS
+        )
+        each = max(LEAST_S, (many - few) / (BLOCKS[1] - BLOCKS[0]))
+        found[phase] = {"each_block": each, "outside": max(0.0, few - BLOCKS[0] * each)}
+    return found
+
+
+def _computing(run: Run, step: StepOf, phase: str) -> float:
+    if run == UPDATES_IN_BACKWARD and phase == "optimizer":
+        return sum(busy.get(CPU, 0.0) for busy in step.busy_s.values())
+    return step.phase_s.get(phase, 0.0) - step.busy_s.get(phase, {}).get(WAIT, 0.0)
+
+
+# -- what is simulated -------------------------------------------------------------------------------------------------
+
+
+def measured_machine(found: dict[str, Any], flops_per_s: float, **storage: Any) -> tuple[MachineSpec, Calibrations]:
+    """This machine by its micro-benchmarks; `storage`: fields of it."""
     machine = MachineSpec(
         name="local",
-        gpu_flops_per_s=point["block_flops"] / point["block_forward_s"],
+        gpu_flops_per_s=flops_per_s,
         pcie_bytes_per_s=found["copy_bytes_per_s"],
         memory_bytes_per_s=found["memory_bytes_per_s"],
         **storage,
@@ -186,96 +263,123 @@ def measured_machine(found: dict[str, Any], point: dict[str, Any], **storage: An
     return machine, Calibrations(gpu_efficiency=1.0, host_seconds_per_parameter=0.0, adam_memory_efficiency=adam)
 
 
-def simulated_s(found: dict[str, Any], point: dict[str, Any], run: Run, own_s: dict[str, float]) -> dict[str, float]:
-    """Seconds of each phase, and of the step, on this machine."""
-    k, context, batch = point["k"], point["context"], point["batch"]
-    first = found["paths"][0]
-    drive = {f"ssd_{name}_bytes_per_s": 1e9 * first[f"{name}_gb_per_s"] for name in ("read", "write")}
-    several = {"described": {"paths": found["paths"]}} if "tiers" in RUNS[run] else {}
-    machine, costs = measured_machine(found, point, **({"described": {"ssd_duplex": True}, **drive} | several))
-    outside = point["outside_forward_s"]
+def block_flops_per_s(point: Point, host: dict[str, dict[str, float]]) -> float:
+    """Of the products of one block in the forward pass."""
+    spec, (_, context, batch) = model_spec(MODEL).twin(point[0]), point
+    outside = 2.0 * batch * context * spec.vocab * spec.hidden
+    return (forward_flops(spec, batch, context) - outside) / spec.layers / host["forward"]["each_block"]
+
+
+def simulated(found: dict[str, Any], run: Run, point: Point, drive: str, host: dict[str, dict[str, float]]) -> StepTime:
+    k, context, _ = point
+    paths = paths_of(drive)
+    storage: dict[str, Any] = {
+        f"ssd_{way}_bytes_per_s": 1e9 * float(paths[0][f"{way}_gb_per_s"]) for way in ("read", "write")
+    }
+    storage |= {"described": {"paths": paths} if RUNS[run].get("tiers") else {"ssd_duplex": True}}
+    machine, costs = measured_machine(found, block_flops_per_s(point, host), **storage)
+    spec = model_spec(MODEL).twin(k)
+    work = workload_of_run(TrainConfig(**told(run, point, MODEL)), spec, context)
+    again = 1 if work.stack.checkpoints else 0
+    update = host["optimizer"]
     costs = dataclasses.replace(
         costs,
-        backward_products=max(0.0, point["block_both_s"] / point["block_forward_s"] - 1),
-        own_s=own_s,
-        output_s={"forward": outside, "backward": point["outside_both_s"] - outside},
+        backward_products=max(0.0, host["backward"]["each_block"] / host["forward"]["each_block"] - again),
+        output_s={phase: host[phase]["outside"] for phase in ("forward", "backward")},
+        adam_memory_efficiency=math.inf,  # AdamW is in the seconds of the update
+        own_s={"optimizer": spec.layers * update["each_block"] + update["outside"]},
     )
-    work = workload_of_run(TrainConfig(**told(run, k, context, batch)), model_spec(MODEL).twin(k), context)
-    made = step_time(dataclasses.replace(work, sizes=SIZES.get(run, work.sizes)), machine, calibrations=costs)
-    return {phase.name: phase.seconds for phase in made.phases} | {"step": made.seconds}
+    return step_time(dataclasses.replace(work, sizes=SIZES.get(run, work.sizes)), machine, calibrations=costs)
 
 
-def own_seconds(folder: Path, found: dict[str, Any], run: Run) -> dict[str, float]:
-    """What a phase of the tiny model takes beyond what is simulated for it."""
-    simulated = simulated_s(found, found["tiny"], run, {})
-    measured = seconds_of(traces_of(folder, run, *TINY), run, simulated.keys() - {"step"})
-    return {phase: max(0.0, measured[phase] - simulated[phase]) for phase in PHASES if phase in simulated}
+def thread_seconds(made: StepTime) -> dict[str, float]:
+    """Of each simulated phase, as the training's thread is in it, and of the step."""
+    names = [phase.name for phase in made.phases]
+    ends = [
+        max(event.end_s for event in made.simulated.events if (event.phase, event.resource) == (name, DEVICE))
+        for name in names[:-1]
+    ]
+    begins = [0.0, *ends]
+    seconds = {name: end - begin for name, begin, end in zip(names, begins, [*ends, made.seconds], strict=True)}
+    return seconds | {"step": made.seconds}
 
 
 def judge(folder: Path) -> dict[str, Any]:
     """Simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
-    own = {run: own_seconds(folder, found, run) for run in RUNS}
-    rows = [row for run in RUNS for row in _rows(folder, found, run, own[run])]
-    errors = sorted(row["error_percent"] for row in rows if row["phase"] != "step")
-    steps = sorted(row["error_percent"] for row in rows if row["phase"] == "step")
+    hosts = {(run, point): host_seconds(folder, run, point) for run in RUNS for point in POINTS}
+    rows = [
+        row
+        for (run, point), host in hosts.items()
+        for drive in drives_of(run)
+        for row in _rows(folder, found, run, point, drive, host)
+    ]
+    plain = ("mlp_offload", "zero3")  # whose forward pass is PyTorch's and DeepSpeed's alone
+    found["points"] = [
+        dict(zip(("k", "context", "batch"), point, strict=True))
+        | {"block_flops_per_s": block_flops_per_s(point, hosts[plain, point])}
+        for point in POINTS
+    ]
     return {
-        "kind": "simulation-validation",
         "model": MODEL,
         "dtype": DTYPE,
         "rates": found,
-        "own_s": {" ".join(run): seconds for run, seconds in own.items()},
+        "drives": {drive: paths_of(drive) for drive in DRIVES},
+        "host_s": [{**_named(run, point), **host} for (run, point), host in hosts.items()],
         "rows": rows,
-        "phases": _distribution(errors),
-        "steps": _distribution(steps),
+        "phases": _distribution([row["error_percent"] for row in rows if row["phase"] != "step"]),
+        "steps": _distribution([row["error_percent"] for row in rows if row["phase"] == "step"]),
     }
 
 
-def _rows(folder: Path, found: dict[str, Any], run: Run, own_s: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Of the sizes that were measured to their end."""
-    for point in found["points"]:
-        sizes = {name: point[name] for name in ("k", "context", "batch")}
-        if not traces_of(folder, run, **sizes)[-1].exists():
-            continue
-        simulated = simulated_s(found, point, run, own_s)
-        phases = [phase for phase in PHASES if phase in simulated]
-        measured = seconds_of(traces_of(folder, run, **sizes), run, phases)
-        for phase in (*phases, "step"):
-            yield {
-                "system": run[0],
-                "arm": run[1],
-                **sizes,
-                "phase": phase,
-                "simulated_s": simulated[phase],
-                "measured_s": measured[phase],
-                "error_percent": 100 * (simulated[phase] / measured[phase] - 1),
-            }
+def _named(run: Run, point: Point) -> dict[str, Any]:
+    return dict(zip(("system", "arm", "k", "context", "batch"), (*run, *point), strict=True))
+
+
+def _rows(
+    folder: Path, found: dict[str, Any], run: Run, point: Point, drive: str, host: dict[str, dict[str, float]]
+) -> Iterator[dict[str, Any]]:
+    said = thread_seconds(simulated(found, run, point, drive, host))
+    measured = seconds_of(folder, run, point, drive, [phase for phase in said if phase != "step"])
+    for phase, seconds in said.items():
+        yield {
+            **_named(run, point),
+            "drive": drive,
+            "phase": phase,
+            "simulated_s": seconds,
+            "measured_s": measured[phase],
+            "error_percent": 100 * (seconds / measured[phase] - 1),
+        }
 
 
 def _distribution(errors: list[float]) -> dict[str, float]:
     sizes = sorted(map(abs, errors))
     return {
         "count": len(errors),
-        "lowest_percent": errors[0],
+        "lowest_percent": min(errors),
         "median_percent": statistics.median(errors),
-        "highest_percent": errors[-1],
-        "median_size_percent": statistics.median(sizes),
+        "highest_percent": max(errors),
+        "half_within_percent": statistics.median(sizes),
+        "nine_of_ten_within_percent": sizes[math.ceil(0.9 * len(sizes)) - 1],
     }
 
 
 def as_text(record: dict[str, Any]) -> str:
-    lines = [f"{'':<52}{'simulated':>10}{'measured':>10}{'error':>8}"]
+    lines = [f"{'':<60}{'simulated':>10}{'measured':>10}{'error':>8}"]
     for row in record["rows"]:
-        name = f"{row['system']} {row['arm']} k={row['k']} {row['batch']} x {row['context']} {row['phase']}"
-        lines.append(f"{name:<52}{row['simulated_s']:>10.3f}{row['measured_s']:>10.3f}{row['error_percent']:>7.0f}%")
+        name = (
+            f"{row['system']} {row['arm']} k={row['k']} {row['batch']} x {row['context']} {row['drive']} {row['phase']}"
+        )
+        lines.append(f"{name:<60}{row['simulated_s']:>10.3f}{row['measured_s']:>10.3f}{row['error_percent']:>7.0f}%")
     for what in ("phases", "steps"):
         spread = record[what]
         lines.append(
             f"{what}: {spread['count']} errors, {spread['lowest_percent']:.0f} to {spread['highest_percent']:.0f} %, "
-            f"median {spread['median_percent']:.0f} %, median size {spread['median_size_percent']:.0f} %"
+            f"median {spread['median_percent']:.0f} %, half within {spread['half_within_percent']:.0f} %, "
+            f"nine of ten within {spread['nine_of_ten_within_percent']:.0f} %"
         )
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(provenance.program("validation", main))
