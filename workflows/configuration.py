@@ -21,6 +21,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from memascend.suggestions import did_you_mean
 from workflows import registry
 from workflows.experiments import Experiments
 from workflows.refusals import checked, fail
@@ -257,6 +258,17 @@ class Configuration:
                 hint = f"did you mean {', '.join(near)}? " if near else ""
                 fail(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
 
+    def refuse_missing_profile(self) -> None:
+        """Snakemake ignores a --workflow-profile that is not there, and would measure on this machine."""
+        for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
+            option, equals, value = word.partition("=")
+            named = value if equals else following
+            if option == "--workflow-profile" and named != "none" and not Path(named).exists():
+                known = sorted(str(path) for path in Path("profiles").iterdir())
+                fail(
+                    f"--workflow-profile: there is no {named}{did_you_mean(named, known)}; here are {', '.join(known)}"
+                )
+
     def refuse_mistyped_targets(self, rule_names: list[str]) -> None:
         """A word of the command line that is nearly a target, and no rule: one line with the target."""
         targets = [*NAMED_TARGETS, *(PAPER_TARGETS.get(paper, paper) for paper in self.papers), *self.entries]
@@ -311,6 +323,13 @@ class Configuration:
             what = f"{path} is not a file" if Path(path).exists() else f"there is no {path}"
             fail(f"{what}: name a zip with --config bundle=FILE, or make one with snakemake artifact")
         return path
+
+    @property
+    def own_experiments(self) -> list[str]:
+        """Option of a check that names this call's list of runs, where it is not the project's."""
+        usual = registry.read(Path("workflows/config/config.yaml"))["experiments"]
+        named = self.config["experiments"]
+        return [] if Path(named) == Path(usual) else ["--experiments", named]
 
     @property
     def claimed(self) -> list[str]:

@@ -113,8 +113,10 @@ def zipped(path: Path, *names: str) -> Path:
     [
         (["a/x", "../evil"], "leads out of it"),
         (["/etc/evil"], "leads out of it"),
-        (["a/x", "b/y"], "holds 2 folders, not one"),
-        ([], "holds 0 folders"),
+        (["a/x", "b/y"], "one folder, not 2"),
+        (["a/x", "loose.txt"], "one folder, not 2"),
+        (["loose.txt"], "one folder, not one file"),
+        ([], "one folder, not 0"),
     ],
 )
 def test_what_is_no_bundle_is_one_line_and_nothing_is_unpacked_outside(
@@ -214,7 +216,13 @@ PARTS = {
     "a/source/x": "",
     "a/SHA256SUMS": "",
 }
-WHOLE = json.dumps({"format": layout.FORMAT, "exhibits": {}, "packages": {}})
+
+
+def manifest(**changes: object) -> str:
+    return json.dumps({"format": layout.FORMAT, "profile": "smoke", "exhibits": {}, "packages": {}} | changes)
+
+
+WHOLE = manifest()
 
 
 @pytest.mark.parametrize(
@@ -254,10 +262,17 @@ def test_what_is_no_file_and_a_folder_that_cannot_be_kept_are_refused_first(
 @pytest.mark.parametrize(
     "text",
     [
-        *("[1]", "[" * 5000, '{"format": 1}', '{"format": 1, "exhibits": {}, "packages": []}', "x"),
-        '{"format": 1, "exhibits": {"x": 1}, "packages": {}}',
-        '{"format": 1, "exhibits": {"x": {"records": "y"}}, "packages": {}}',
-        '{"format": 1, "exhibits": {}, "packages": {}, "changed_since": 7}',
+        *("[1]", "[" * 5000, '{"format": 1}', "x"),
+        manifest(profile=None),
+        manifest(packages=[]),
+        manifest(packages={"": "1"}),
+        manifest(config=["profile"]),
+        manifest(exhibits={"x": 1}),
+        manifest(exhibits={"x": {"records": "y", "table": True}}),
+        manifest(exhibits={"x": {"records": [""], "table": True}}),
+        manifest(exhibits={"x": {"records": ["../y.json"], "table": True}}),
+        manifest(exhibits={"x": {"records": []}}),
+        manifest(changed_since=7),
     ],
 )
 def test_a_manifest_of_another_shape_is_one_line(folder: Path, text: str) -> None:

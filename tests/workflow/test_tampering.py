@@ -23,12 +23,16 @@ EXHIBITS = {
 }
 
 
+CONFIG = {"experiments": "runs.yaml", "published_dir": "published", "reference_dir": "reference"}
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A project of three files, one of them also below a link to its folder, in git."""
+    """A project of four files, one of them also below a link to its folder, in git."""
     root = tmp_path / "checkout"
     (root / "library/deep").mkdir(parents=True)
     (root / "systems").mkdir()
+    _parent(root / given.CONFIG).write_text(yaml.safe_dump(CONFIG))
     for name, text in {"Snakefile": "rules", "systems/a.py": "a = 1", "library/b.py": "b = 1"}.items():
         (root / name).write_text(text)
     (root / "library/deep/systems").symlink_to("../../systems")
@@ -46,8 +50,10 @@ def folder(tmp_path: Path, checkout: Path) -> Path:
     losses = [2.5, 2.25]
     record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses)}
     manifest = {"format": layout.FORMAT, "commit": head, "changed_since": [], "packages": {}, "exhibits": EXHIBITS}
+    manifest |= {"profile": "smoke", "config": CONFIG}
     texts = {
         "source/Snakefile": "rules",
+        f"source/{given.CONFIG}": yaml.safe_dump(CONFIG),
         "source/systems/a.py": "a = 1",
         "source/library/b.py": "b = 1",
         "source/library/deep/systems/a.py": "a = 1",
@@ -72,16 +78,16 @@ def check(folder: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.Monk
         if (folder / name).exists():
             (shutil.copytree if (folder / name).is_dir() else shutil.copy)(folder / name, _parent(honest / name))
 
-    def again(unpacked: Path, out: Path, *, build: bool) -> str:
+    def again(unpacked: Path, out: Path, *, build: bool, experiments: Path | None) -> str:
         assert not [name for name in layout.MADE if (unpacked / name).exists()], "there is something to copy from"
         shutil.copytree(honest, out, dirs_exist_ok=True)
         bundle.write_json(out / layout.EXPECTED, EXHIBITS)
         return "without a network"
 
-    def checked() -> bool:
+    def checked(**options: Any) -> bool:
         layout.write_sums(folder)
         bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
-        return verify.check(tmp_path / "b.zip")
+        return verify.check(tmp_path / "b.zip", **options)
 
     monkeypatch.setattr(verify, "redraw", again)
     monkeypatch.setattr(given, "ROOT", checkout)
@@ -105,6 +111,7 @@ def test_a_bundle_that_nobody_changed_passes_and_its_own_sum_is_said(
     said = capsys.readouterr().out
     assert f"note  SHA-256 of the zip: {layout.sha256(tmp_path / 'b.zip')}" in said
     assert "ok    sources of commit " in said
+    assert "ok    profile smoke, configured as in the sources" in said
     assert "ok    2 exhibits are listed with the records that the sources say" in said
     assert "FAIL" not in said
 
@@ -115,6 +122,10 @@ def edit(name: str, text: str) -> Callable[[Path], None]:
 
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
+
+
+def configured(**changes: str) -> Callable[[Path], None]:
+    return lambda folder: manifest_of(folder, config=CONFIG | changes)
 
 
 def record(**changes: Any) -> Callable[[Path], None]:
@@ -143,6 +154,9 @@ def record(**changes: Any) -> Callable[[Path], None]:
         (edit("source/library/deep/systems/a.py", "a = 2"), ": library/deep/systems/a.py"),
         (edit("source/more.py", "c = 1"), ": more.py"),
         (without("source/library/b.py"), ": library/b.py"),
+        (configured(reference_dir="none"), "reference_dir is none, and reference in the sources"),
+        (configured(profile="quick"), "profile is quick, and not said in the sources"),
+        (configured(experiments="none.yaml"), "name it with --experiments"),
         (lambda folder: manifest_of(folder, exhibits={"memascend-fig08": EXHIBITS["memascend-fig08"]}), "is left out"),
         (
             lambda folder: manifest_of(folder, exhibits=EXHIBITS | {"x": EXHIBITS["memascend-alg01"]}),
@@ -169,7 +183,7 @@ def test_what_was_changed_is_found_although_its_sum_is_right(
 def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_drawn_from_it(
     folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(unpacked: Path, out: Path, *, build: bool) -> str:
+    def fails(unpacked: Path, out: Path, **options: object) -> str:
         bundle.write_json(out / layout.EXPECTED, EXHIBITS)
         raise ValueError("drawing again failed: no picture")
 
@@ -184,7 +198,7 @@ def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_
 def test_sources_that_say_nothing_of_exhibits_are_one_line(
     check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dishonest(unpacked: Path, out: Path, *, build: bool) -> str:
+    def dishonest(unpacked: Path, out: Path, **options: object) -> str:
         bundle.write_json(out / layout.EXPECTED, {"x": 1})
         return ""
 
@@ -193,13 +207,39 @@ def test_sources_that_say_nothing_of_exhibits_are_one_line(
         check()
 
 
-def test_sources_that_the_bundle_says_were_changed_are_named_and_pass(
+def test_sources_that_the_bundle_says_were_changed_are_all_named_and_pass(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit("source/systems/a.py", "a = 2")(folder)
-    manifest_of(folder, changed_since=["systems/a.py"])
+    changed = ["library/b.py", "library/deep/systems/a.py", "more.py", "systems/a.py"]
+    for name in changed:
+        edit(f"source/{name}", "a = 2")(folder)
+    manifest_of(folder, changed_since=changed)
     assert check()
-    assert "; artifact.json names 1 changed since: systems/a.py" in capsys.readouterr().out
+    assert f"; artifact.json names 4 changed since: {', '.join(changed)}\n" in capsys.readouterr().out
+
+
+def test_runs_of_one_s_own_pass_only_with_their_list_which_the_check_is_told(
+    folder: Path, check: Callable[..., bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured(experiments="mine.yaml")(folder)
+    assert not check()
+    assert check(experiments=tmp_path / "mine.yaml")
+    configured(experiments="mine.yaml", reference_dir="none")(folder)
+    assert not check(experiments=tmp_path / "mine.yaml")
+
+
+def test_what_a_bundle_names_cannot_steer_a_terminal(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    steering = "\x1b[2K\x1b[1GPASS\x1b[8m"
+    manifest_of(folder, changed_since=[steering], exhibits=EXHIBITS | {steering: EXHIBITS["memascend-alg01"]})
+    assert not check()
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert r"\x1b[2K\x1b[1GPASS\x1b[8m is no exhibit of the sources" in said
+    edit(f"records/{steering}.json", "{}")(folder)
+    with pytest.raises(ValueError, match="it holds a name with control characters: it is not unpacked"):
+        check()
 
 
 @pytest.mark.parametrize(
@@ -215,13 +255,12 @@ def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
     assert why in line
 
 
-def test_what_the_exhibits_of_a_profile_are_follows_from_the_sources_with_their_list_of_runs(
+def test_what_the_exhibits_of_a_profile_are_drawn_from_follows_from_the_sources_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(registry.ROOT)
     usual = yaml.safe_load(Path("workflows/config/config.yaml").read_text()) | {"profile": "smoke"}
     made = bundle.exhibits_of(Configuration(usual, []))
-    said = {name: usual[name] for name in bundle.CONFIGURED}
-    assert redraw.exhibits_expected({"profile": "smoke", "config": said}) == made
-    assert redraw.exhibits_expected({"profile": "smoke"}) == made
-    assert redraw.exhibits_expected({"profile": "smoke", "config": said | {"experiments": "results/none.yaml"}}) is None
+    assert redraw.exhibits_expected("smoke") == made
+    assert redraw.exhibits_expected("smoke", Path(usual["experiments"]).absolute()) == made
+    assert redraw.exhibits_expected("quick") != made

@@ -26,6 +26,7 @@ from workflows import registry, tidy
 from workflows.artifact import appendix, crate
 from workflows.artifact.layout import (
     CLAIMS,
+    CONFIGURED,
     FIGURES,
     FORMAT,
     MADE,
@@ -45,7 +46,6 @@ from workflows.run.provenance import atomically
 from workflows.staleness import versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
-CONFIGURED = ("experiments", "published_dir", "reference_dir")  # what says which records are an exhibit's
 DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")  # what decides the bytes of a table or picture
 TEXT = """\
 # memascend {version}, profile {profile}

@@ -1,5 +1,5 @@
 """What a bundle gives and no check can make again, compared with what is known of it: sources with their commit,
-records with their own sums and with the exhibits that they are for.
+its configuration with that of the sources, records with their own sums and with the exhibits that they are for.
 
 Someone who changes a bundle also writes SHA256SUMS anew, and the sources of a bundle are what draws its exhibits again.
 So the sources are compared with the commit that the bundle names, where this checkout has it.
@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.layout import RECORDS, SOURCE, TRACE, files_in
+import yaml
+
+from workflows.artifact.layout import CONFIGURED, RECORDS, SOURCE, TRACE, files_in
 from workflows.run.provenance import ROOT, digest_of
 
+CONFIG = "workflows/config/config.yaml"
 LINK = "120000"  # git's mode of a symbolic link
 
 
@@ -78,8 +81,26 @@ def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str
     differ = [name for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
     named = {each for said in manifest.get("changed_since", ()) for each in said.split(" -> ")}
     known = [name for name in differ if name in named]
-    says = f"; artifact.json names {len(known)} changed since: {', '.join(known[:3])}" if known else ""
+    says = f"; artifact.json names {len(known)} changed since: {', '.join(known)}" if known else ""
     return f"sources of commit {commit[:12]}{says}", [name for name in differ if name not in named]
+
+
+def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
+    """What artifact.json was configured with that the sources are not; of its list of runs nothing is said where who
+    checks names one (`experiments`). Records of other settings need not be those of the profile."""
+    try:
+        usual = yaml.safe_load((folder / SOURCE / CONFIG).read_text(encoding="utf-8"))
+        wanted = {name: usual[name] for name in CONFIGURED}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return [f"{SOURCE}/{CONFIG} is no configuration"]
+    said = manifest.get("config", {})
+    names = sorted((wanted.keys() | said.keys()) - ({"experiments"} if experiments else set()))
+    return [
+        f"{name} is {said.get(name, 'not said')}, and {wanted.get(name, 'not said')} in the sources"
+        + ("; if the other list of runs is yours, name it with --experiments" if name == "experiments" else "")
+        for name in names
+        if said.get(name) != wanted.get(name)
+    ]
 
 
 def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 usage: python -m workflows.artifact.redraw BUNDLE OUT     (in BUNDLE/source; workflows.artifact.verify does it)
 
 BUNDLE is an unpacked bundle; OUT gets what `layout.MADE` names, and EXPECTED. Exhibits are shared out over the cores.
+With --experiments FILE their records are those of that list of runs, not of the sources'.
 """
 
 from __future__ import annotations
@@ -50,11 +51,10 @@ def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
     )
 
 
-def everything(bundle: Path, out: Path) -> None:
+def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
     """Of a bundle; the working folder is its sources."""
     manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    if (expected := exhibits_expected(manifest)) is not None:  # first, since it may say why the rest fails
-        write_json(out / EXPECTED, expected)
+    write_json(out / EXPECTED, exhibits_expected(manifest["profile"], experiments))  # it may say why the rest fails
     for folder in ("modelled", "exhibits", "runs"):
         (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
     (out / FIGURES).mkdir(exist_ok=True)
@@ -75,12 +75,12 @@ def everything(bundle: Path, out: Path) -> None:
         (out / given).unlink()
 
 
-def exhibits_expected(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """What the sources say that this profile's exhibits are drawn from. None where their list of runs is not among the
-    sources, as in a rehearsal, which writes its own."""
+def exhibits_expected(profile: str, experiments: Path | None = None) -> dict[str, Any]:
+    """What the sources say that a profile's exhibits are drawn from; of the bundle's own configuration nothing counts.
+    `experiments`: another list of runs, of who checks."""
     config = yaml.safe_load(Path("workflows/config/config.yaml").read_text(encoding="utf-8"))
-    config |= {"profile": manifest["profile"], **manifest.get("config", {})}
-    return exhibits_of(Configuration(config, [])) if Path(config["experiments"]).is_file() else None
+    named = {} if experiments is None else {"experiments": str(experiments)}
+    return exhibits_of(Configuration(config | {"profile": profile} | named, []))
 
 
 def refuse_foreign(source: Path) -> None:
@@ -96,10 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--experiments", type=Path, metavar="FILE", help="list of runs, in place of the sources'")
     args = parser.parse_args()
     try:
         refuse_foreign((args.bundle / SOURCE).resolve())
-        everything(args.bundle.absolute(), args.out.absolute())
+        everything(args.bundle.absolute(), args.out.absolute(), args.experiments)
         refuse_foreign((args.bundle / SOURCE).resolve())
     except (tidy.TableError, ValueError, OSError, KeyError) as error:
         tidy.fail(error)

@@ -1,13 +1,14 @@
 """Check an artifact: from the zip alone, draw every exhibit and decide every claim again, and compare the bytes.
 
 usage: python -m workflows.artifact.verify artifact/memascend-1.0.0-quick.zip [--keep FOLDER] [--no-build]
+       [--experiments FILE]
 
 The zip is unpacked into a temporary folder and its checksums are checked. There its sources are built, and their
 `workflows.artifact.redraw` runs, without a network where the kernel allows that (`unshare`). What it writes is compared
 with what the zip holds, byte for byte: tables, pictures, report, claims.json, appendices, crate. Sources are compared
 with the commit that the zip names, if this checkout has it; records are taken as they are, and artifact.json has to
-list the exhibits and records that the sources say. Exit status: 0 if everything is equal, 1 if something differs, 2 on
-an error.
+list the exhibits and records that the sources say (of a bundle of runs of your own: that --experiments says). Exit
+status: 0 if everything is equal, 1 if something differs, 2 on an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +33,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.given import odd_records, other_exhibits, other_sources
+from workflows.artifact.given import odd_records, other_exhibits, other_settings, other_sources
 from workflows.artifact.layout import (
     EXPECTED,
     FORMAT,
@@ -57,6 +59,8 @@ def unpack(bundle: Path, into: Path) -> Path:
     try:
         with zipfile.ZipFile(bundle) as file:
             names = [PurePosixPath(name) for name in file.namelist()]
+            if not all(str(name).isprintable() for name in names):
+                raise ValueError("it holds a name with control characters: it is not unpacked")
             if any(name.is_absolute() or ".." in name.parts or not name.parts for name in names):
                 raise ValueError("it holds a path that leads out of it: it is not unpacked")
             if len(set(names)) < len(names):
@@ -64,6 +68,8 @@ def unpack(bundle: Path, into: Path) -> Path:
             if (bad := file.testzip()) is not None:
                 raise ValueError(f"{bad} is damaged; copy or download the zip again")
             extract(file, into)
+    except UnicodeDecodeError:
+        raise ValueError("it holds a name that is not UTF-8: it is not unpacked") from None
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError(f"it cannot be read as a zip: {error}; copy or download it again") from None
     except OSError as error:
@@ -71,8 +77,10 @@ def unpack(bundle: Path, into: Path) -> Path:
     except (RuntimeError, NotImplementedError) as error:  # encrypted, or compressed in another way
         raise ValueError(f"this program cannot read such a zip: {error}") from None
     folders = {name.parts[0] for name in names}
-    if len(folders) != 1 or not (folder := into / folders.pop()).is_dir():
-        raise ValueError(f"it is no bundle: it holds {len(folders)} folders, not one")
+    folder = into / min(folders, default="")
+    if len(folders) != 1 or not folder.is_dir():
+        what = "one file" if len(folders) == 1 else len(folders)
+        raise ValueError(f"it is no bundle: of files and folders at its top there has to be one folder, not {what}")
     return folder
 
 
@@ -113,12 +121,21 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ValueError(f"the bundle has format {found}, and this program reads {FORMAT}")
+    if not isinstance(manifest.get("profile"), str):
+        raise ValueError(f"{MANIFEST} names no profile: it is not whole")
     for name in ("exhibits", "packages"):
         if not isinstance(manifest.get(name), dict):
             raise ValueError(f"{MANIFEST} has no {name}: it is not whole")
+    for name in ("packages", "config"):
+        if not is_text_to_text(manifest.get(name, {})):
+            raise ValueError(f"{MANIFEST}: {name} is no list of names and texts")
     for name, each in manifest["exhibits"].items():
         if not (isinstance(each, dict) and is_list_of_texts(each.get("records"))):
             raise ValueError(f"{MANIFEST} has no list of records for {name}: it is not whole")
+        if odd := [record for record in each["records"] if not re.fullmatch(r"[\w.-]+\.json", record)]:
+            raise ValueError(f"{MANIFEST}: {odd[0]!r} of {name} is no name of a record")
+        if not isinstance(each.get("table"), bool):
+            raise ValueError(f"{MANIFEST} does not say whether {name} has a table: it is not whole")
     if not is_list_of_texts(manifest.get("changed_since", [])):
         raise ValueError(f"{MANIFEST}: changed_since is no list of files")
     return manifest
@@ -126,6 +143,10 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 def is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def is_text_to_text(value: Any) -> bool:
+    return isinstance(value, dict) and all(key and isinstance(each, str) for key, each in value.items())
 
 
 def other_packages(manifest: dict[str, Any]) -> list[str]:
@@ -154,16 +175,18 @@ def without_network() -> list[str]:
     return []
 
 
-def given_otherwise(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Print what was found of sources and records; those that are not what they should be."""
+def given_otherwise(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
+    """Print what was found of sources, configuration and records; those that are not what they should be."""
     text, sources = other_sources(folder, manifest)
     if sources or not text.startswith("sources are not"):
         line(not sources, text, sources)
     else:
-        print(f"note  {text}", flush=True)
+        note(text)
+    settings = other_settings(folder, manifest, experiments=experiments)
+    line(not settings, f"profile {manifest['profile']}, configured as in the sources", settings)
     records = odd_records(folder, manifest)
     line(not records, "records are those of the exhibits", records)
-    return [*sources, *records]
+    return [*sources, *settings, *records]
 
 
 def take_away(folder: Path) -> None:
@@ -174,9 +197,6 @@ def take_away(folder: Path) -> None:
 
 def listed_otherwise(manifest: dict[str, Any], out: Path) -> list[str]:
     """Print whether artifact.json lists the exhibits, and for each the records, that the sources say; the others."""
-    if not (out / EXPECTED).is_file():
-        print("note  which records are an exhibit's is taken from artifact.json: its list of runs is not in the zip")
-        return []
     expected = json.loads((out / EXPECTED).read_text(encoding="utf-8"))
     (out / EXPECTED).unlink()
     if not (isinstance(expected, dict) and all(isinstance(each, dict) for each in expected.values())):
@@ -186,7 +206,7 @@ def listed_otherwise(manifest: dict[str, Any], out: Path) -> list[str]:
     return other
 
 
-def redraw(folder: Path, out: Path, *, build: bool) -> str:
+def redraw(folder: Path, out: Path, *, build: bool, experiments: Path | None = None) -> str:
     """Run the bundle's own sources on it; whether there was a network. ValueError with what they said where they fail.
 
     The planner allocates with the library's own classes, so it needs the C++ extension: built from the bundle's
@@ -200,6 +220,7 @@ def redraw(folder: Path, out: Path, *, build: bool) -> str:
             raise ValueError("--no-build: memascend's C++ extension is not installed; run without it, or make setup")
         shutil.copy(installed.origin, source / "memascend")
     program = [sys.executable, "-m", "workflows.artifact.redraw", str(folder), str(out)]
+    program += ["--experiments", str(experiments.absolute())] if experiments else []
     run([*isolated, *program], source, "drawing again")
     return "without a network" if isolated else "with the network (unshare is not allowed here)"
 
@@ -275,33 +296,34 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
         raise ValueError(f"{TABLE_OF_CLAIMS} cannot be read: {reason_of(error)}") from None
 
 
-def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool:
-    """Print a line for each kind of file; whether all is equal."""
+def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experiments: Path | None = None) -> bool:
+    """Print a line for each kind of file; whether all is equal. `experiments`: the list of runs that records have to be
+    of, where it is not the sources'."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memascend-verify-") as temporary:
         folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
         out.mkdir()
         refuse_parts(folder)
-        print(f"note  SHA-256 of the zip: {sha256(bundle)}", flush=True)
+        note(f"SHA-256 of the zip: {sha256(bundle)}")
         said, wrong = read_sums(folder), damaged(folder)
         line(not wrong, f"checksums of {len(said):,} files", wrong)
         strange = unknown(folder)
         if strange:
             line(False, "files that are no part of a bundle", strange)
         manifest, theirs = manifest_of(folder), verdicts(folder / TABLE_OF_CLAIMS)
-        wrong += given_otherwise(folder, manifest)
+        wrong += given_otherwise(folder, manifest, experiments=experiments is not None)
         others = other_packages(manifest)
         if others:
-            print(f"note  other packages than in the bundle: {', '.join(others)}", flush=True)
+            note(f"other packages than in the bundle: {', '.join(others)}")
         take_away(folder)
         try:
-            how = redraw(folder, out, build=build)
+            how = redraw(folder, out, build=build, experiments=experiments)
         except ValueError:
             if (out / EXPECTED).is_file():
                 listed_otherwise(manifest, out)
             raise
         whose = "the bundle's" if build else "the installed"
-        print(f"note  drawn again by the bundle's sources with {whose} C++ extension, {how}", flush=True)
+        note(f"drawn again by the bundle's sources with {whose} C++ extension, {how}")
         other = listed_otherwise(manifest, out)
         found, many = compared(said, out), counted(said, out)
         for kind, differ in sorted(found.items()):
@@ -310,10 +332,12 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True) -> bool
         line(not turned, f"verdicts: {len(theirs) - len(turned):,} of {len(theirs):,} as the bundle says", turned)
         if keep is not None:
             shutil.copytree(out, keep, dirs_exist_ok=True)
-            print(f"note  what was made again is in {keep}")
+            note(f"what was made again is in {keep}")
     good = not (wrong or strange or other or turned or any(found.values()))
     seconds = time.monotonic() - began
-    print(f"{'PASS' if good else 'FAIL'}  {bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s")
+    print(
+        f"{'PASS' if good else 'FAIL'}  {printable(bundle.name)}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s"
+    )
     return good
 
 
@@ -324,7 +348,17 @@ def reason_of(error: BaseException) -> str:
 
 def line(good: bool, text: str, wrong: list[str]) -> None:
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    print(f"{'ok  ' if good else 'FAIL'}  {text}" + (f": {'; '.join(wrong[:3])}{more}" if wrong else ""), flush=True)
+    said = text + (f": {'; '.join(wrong[:3])}{more}" if wrong else "")
+    print(f"{'ok  ' if good else 'FAIL'}  {printable(said)}", flush=True)
+
+
+def note(text: str) -> None:
+    print(f"note  {printable(text)}", flush=True)
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: a bundle chooses the names that are in it."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def new_folder(path: Path) -> None:
@@ -343,24 +377,32 @@ def main() -> int:
         action="store_true",
         help="use the C++ extension that is installed, not one of the bundle's sources",
     )
+    parser.add_argument(
+        "--experiments",
+        type=Path,
+        metavar="FILE",
+        help="list of runs that the bundle was made with, where it is not the project's own",
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder goes
     try:
         if not args.bundle.is_file():
             what = f"{args.bundle} is not a file" if args.bundle.exists() else f"there is no {args.bundle}"
             raise ValueError(f"{what}: name an artifact's zip (snakemake artifact makes one)")
+        if args.experiments is not None and not args.experiments.is_file():
+            raise ValueError(f"--experiments: there is no file {args.experiments}")
         if args.keep is not None:
             new_folder(args.keep)  # before the minutes that a check takes
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        return 0 if check(args.bundle, args.keep, build=not args.no_build) else 1
+        return 0 if check(args.bundle, args.keep, build=not args.no_build, experiments=args.experiments) else 1
     except (ValueError, OSError) as error:
         if args.keep is not None:
             with contextlib.suppress(OSError):  # where nothing was put
                 args.keep.rmdir()
-        print(f"error: {args.bundle}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {args.bundle}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing is left of it", file=sys.stderr)

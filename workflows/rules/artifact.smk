@@ -32,5 +32,6 @@ rule:
         "../envs/memascend.yaml"
     params:
         bundle=lambda w: workflow_config.bundle,
+        experiments=workflow_config.own_experiments,
     shell:
-        "python -m workflows.artifact.verify {params.bundle:q} 2>&1 | tee {log}"
+        "python -m workflows.artifact.verify {params.bundle:q} {params.experiments:q} 2>&1 | tee {log}"
