@@ -29,6 +29,7 @@ from memascend.simulator.trace import read_trace
 # Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
 _STREAMED = {"engine": "", "fio": "fio"}
 SUMS = "SHA256SUMS"  # file of an artifact: digest and path of every other
+MANIFEST = "artifact.json"  # what it was made of
 
 
 def add_compare(commands: Any) -> None:
@@ -136,7 +137,8 @@ def _of_artifact(path: Path) -> Iterator[Results]:
     """The records and claims of a zip that `snakemake artifact` has made, if every file is as SHA256SUMS says."""
     try:
         with zipfile.ZipFile(path) as file:
-            _check_sums(path, file)
+            manifest = f"{_checked_root(path, file)}/{MANIFEST}"
+            yield _made_as(_parsed(path / manifest, file.read(manifest).decode("utf-8")))
             for name in sorted(map(PurePosixPath, file.namelist())):
                 inside = name.parts[1:]
                 if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
@@ -147,8 +149,15 @@ def _of_artifact(path: Path) -> Iterator[Results]:
         raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
 
 
-def _check_sums(path: Path, artifact: zipfile.ZipFile) -> None:
-    """ValueError names what was changed, added or removed since the artifact was made, or leads out of it."""
+def _made_as(manifest: dict[str, Any]) -> Results:
+    """What two artifacts can differ in before a claim of theirs does, as settings."""
+    made = {key: manifest.get(key) for key in ("version", "profile")}
+    return Results(repeats={}, claims={}, settings={"artifact": made})
+
+
+def _checked_root(path: Path, artifact: zipfile.ZipFile) -> str:
+    """The one folder that it holds. ValueError names what was changed, added or removed since the artifact was made, or
+    leads out of it."""
     entries = {entry.filename: PurePosixPath(entry.filename) for entry in artifact.infolist() if not entry.is_dir()}
     for entry, inside in entries.items():
         if inside.is_absolute() or ".." in inside.parts:
@@ -170,6 +179,7 @@ def _check_sums(path: Path, artifact: zipfile.ZipFile) -> None:
         )
         more = f", and {len(odd) - 1} more" if odd[1:] else ""
         raise ValueError(f"{path} is not compared: {odd[0]} {how}{more} ({SUMS}); copy or download the artifact again")
+    return min(roots)
 
 
 def _kind(loaded: StepOf | Results) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class DeepSpeedSystem(PlannedSystem):
         return self.configure(run, sizes, nvme_path)
 
     def refuse(self, config: TrainConfig) -> None:
-        """Keys that exclude one another on DeepSpeed, or on this arm."""
+        """Keys that exclude one another on DeepSpeed, or on this arm; and a machine without it."""
         name = config.arm or next(iter(self.arms))
         arm = self.arms[name]
         if config.dtype == "fp32":
@@ -52,6 +53,11 @@ class DeepSpeedSystem(PlannedSystem):
             )
         if config.states == "bf16" and (not arm.derives_sizes or config.dtype != "bf16"):
             raise ValueError("states 'bf16' are a part of memascend and need dtype bf16: set --system and --dtype")
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError(
+                f"system '{self.name}' trains on DeepSpeed, which is not installed: pip install "
+                "'memascend[deepspeed]', or use --system lohan"
+            )
 
     def _refuse_placement(self, config: TrainConfig, arm: Arrangement) -> None:
         """Our allocator places, by class; latency first plans states in host memory."""

@@ -105,6 +105,7 @@ def test_a_claim_in_two_tables_of_one_folder_is_told(tmp_path, capsys):
 def artifact(path, files, **later):
     """A zip with the sums of `files`; `later`: what its entries hold instead, without their sums (None: no such entry),
     paths with `__` for the slash."""
+    files = {"artifact.json": '{"version": "1.0", "profile": "smoke"}'} | files
     sums = "".join(f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in files.items())
     files = files | {"SHA256SUMS": sums} | {name.replace("__", "/"): text for name, text in later.items()}
     with zipfile.ZipFile(path, "w") as file:
@@ -167,6 +168,14 @@ def test_a_measurement_in_two_records_of_a_folder_is_said(tmp_path, capsys):
     said = capsys.readouterr()
     assert f"note: {tmp_path / 'a'}: 1 measurements or claims (such as 'same: x') in more than one file" in said.err
     assert "A 2 [2, 2] s" in said.out
+
+
+def test_artifacts_of_two_profiles_are_compared_and_that_is_said(tmp_path, capsys):
+    for name, profile in (("a", "smoke"), ("b", "paper")):
+        made = json.dumps({"version": "1.0", "profile": profile})
+        artifact(tmp_path / f"{name}.zip", {"tables/claims.csv": CLAIMS, "artifact.json": made})
+    assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "b.zip")]) == 0
+    assert capsys.readouterr().err == "note: artifact: profile is smoke in A and paper in B\n"
 
 
 CLAIMS = "claim_id,lane,verdict,value\nx,modelled,deviates,1\n"

@@ -1,6 +1,7 @@
 """Backends of a training: plain PyTorch in memory, its updates and loss scale, what it saves and goes on from."""
 
 import dataclasses
+import importlib.util
 import random
 
 import pytest
@@ -243,6 +244,18 @@ def test_what_cannot_be_trained_in_memory_is_one_line(changes, said):
     with pytest.raises(ValueError, match=said) as refused:
         systems.check(dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(refused.value)
+
+
+def test_a_system_on_deepspeed_is_refused_where_that_is_not_installed(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "deepspeed" else found(name, *of)
+    )
+    with pytest.raises(
+        ValueError, match=r"which is not installed: pip install 'memascend\[deepspeed\]', or use --system"
+    ):
+        systems.check(dataclasses.replace(CONFIG, system="memascend"))
+    systems.check(CONFIG)
 
 
 @pytest.mark.parametrize("checkpointing", ["plain", "offloaded"])
