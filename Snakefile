@@ -86,11 +86,13 @@ for paper in workflow_config.papers:
 
 
 if not workflow.remote_exec:
+    workflow_config.refuse_missing_profile()
     workflow_config.refuse_mistyped_targets([made.name for made in workflow.rules])
     CONSOLE.attach()
 
 
 onstart:
+    require_executor(workflow.executor_plugin.name)
     start_servers(workflow_config)
 
 

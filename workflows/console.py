@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workflows.configuration import score
+from workflows.refusals import fail
 from workflows.run import no_result
 from workflows.run.children import scratch_folder
 from workflows.run.provenance import HOST
@@ -141,7 +143,9 @@ class Console(logging.Filter):
         print("\n".join(lines))
 
     def failed(self, log: list[str]) -> None:
-        """What is kept, and how it goes on."""
+        """What is kept, and how it goes on; of a check of an artifact nothing is."""
+        if "artifact-verify" in self.known.words:
+            return
         words = "Stopped; what was finished is kept, and the same command goes on from there. Everything:"
         print(words, *log)
 
@@ -152,6 +156,14 @@ def length(seconds: float) -> str:
 
 RUNS, PICTURES = "MEMASCEND_FORK_SERVER", "MEMASCEND_DRAW_SERVER"
 SERVERS = {RUNS: "workflows.run.fork_server", PICTURES: "workflows.derive.server"}
+
+
+def require_executor(plugin: str) -> None:
+    """End with one line where what runs are handed to is not here: each of them would fail by itself."""
+    if plugin == "slurm" and shutil.which("sbatch") is None:
+        fail(
+            "runs are jobs of Slurm, and this machine has no sbatch: call it on a login node, or leave the profile out"
+        )
 
 
 def start_servers(known: Configuration) -> None:

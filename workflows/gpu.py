@@ -18,6 +18,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -116,6 +118,18 @@ def refuse_out(out: Path) -> None:
             f"--out {str(out)!r}: figures would go to {folders(out)['figures_dir']}, which is not a folder of their "
             f"own; name one such as results/{PROFILE}-2"
         )
+
+
+def refuse_environment() -> None:
+    """ValueError for variables that a run would trip over after the minutes of the stages before it."""
+    from workflows.configuration import HOST
+
+    if (name := os.environ.get("MEMASCEND_HOST")) is not None and not re.fullmatch(HOST, name):
+        raise ValueError(
+            f"MEMASCEND_HOST={name!r}: a host's name has lower-case letters and digits, with - _ . between"
+        )
+    if (place := os.environ.get("MEMASCEND_NVME")) is not None and not Path(place).is_dir():
+        raise ValueError(f"MEMASCEND_NVME={place!r} is not a folder: make it, or name another one for swap files")
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
@@ -321,6 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.load_ops:
         return load_ops()
     try:
+        refuse_environment()
         refuse_out(args.out)
         args.exhibits = exhibits_of(args.exhibits)
         if args.count:

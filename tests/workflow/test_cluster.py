@@ -147,6 +147,32 @@ def test_without_a_name_for_the_host_folders_and_name_are_the_caller_s(monkeypat
     assert provenance.host.__wrapped__()["name"] == "of-the-caller"
 
 
+@pytest.mark.parametrize("words", [["--workflow-profile", "profiles/slrm"], ["--workflow-profile=profiles/slrm"]])
+def test_a_profile_that_is_not_there_is_one_line_and_not_a_run_on_this_machine(monkeypatch, words) -> None:
+    here = known(monkeypatch)
+    here.words = ["figures", *words]
+    with pytest.raises(
+        SystemExit, match=r"there is no profiles/slrm \(did you mean profiles/slurm\?\); here are profiles/"
+    ):
+        here.refuse_missing_profile()
+    for good in (["--workflow-profile", "profiles/slurm"], ["--workflow-profile", "none"], ["--workflow-profile"], []):
+        here.words = [*good, "figures"] if good != ["--workflow-profile"] else ["figures"]
+        here.refuse_missing_profile()
+
+
+def test_without_slurm_its_jobs_are_refused_before_the_first(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    console.require_executor("local")
+    with pytest.raises(SystemExit, match="this machine has no sbatch: call it on a login node"):
+        console.require_executor("slurm")
+
+
+def test_a_scratch_folder_of_a_node_is_absolute(monkeypatch) -> None:
+    assert known(monkeypatch, node=NODE | {"scratch": "$SLURM_TMPDIR/x"})
+    with pytest.raises(SystemExit, match="config: node/scratch: 'relative/x' does not match"):
+        known(monkeypatch, node=NODE | {"scratch": "relative/x"})
+
+
 def test_gpus_are_asked_for_by_runs_on_one_and_not_named_elsewhere(monkeypatch) -> None:
     on_gpus = known(monkeypatch, node=NODE, profile="gpu")
     asks = {run_id: asked(on_gpus, "gpu", run_id) for run_id in on_gpus.runs}

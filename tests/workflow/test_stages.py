@@ -234,6 +234,20 @@ def test_what_cannot_be_run_on_a_gpu_is_refused_before_the_first_stage(monkeypat
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MEMASCEND_HOST", "Bad Host", "MEMASCEND_HOST='Bad Host': a host's name has lower-case letters"),
+        ("MEMASCEND_NVME", "/nowhere/nvme", "MEMASCEND_NVME='/nowhere/nvme' is not a folder"),
+    ],
+)
+def test_variables_that_no_run_can_take_are_refused_before_the_first_stage(monkeypatch, capsys, name, value, said):
+    monkeypatch.setattr(stages, "run_stages", lambda *args, **kwargs: pytest.fail("a stage began"))
+    monkeypatch.setenv(name, value)
+    assert gpu.main(["--rehearse"]) == 2
+    assert capsys.readouterr().err.startswith(f"make gpu: {said}")
+
+
 def test_ctrl_c_while_the_configuration_is_read_is_one_line(monkeypatch, capsys):
     def interrupted(names):
         raise KeyboardInterrupt

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from workflows.refusals import ready
 from workflows.release import contents, tools
 from workflows.release.tools import ROOT, clean, run
 
@@ -116,7 +117,7 @@ def release(out: Path) -> None:
     changed = run(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]).splitlines()
     if changed:
         print(f"note  {len(changed)} files differ from the commit, which is what is built")
-    out.mkdir(parents=True, exist_ok=True)
+    ready(out, "--out")
     if any(out.iterdir()):
         raise ValueError(f"{out} is not empty: remove what is in it, or name another folder with --out")
     with tempfile.TemporaryDirectory(prefix="memascend-release-") as folder:

@@ -4,7 +4,7 @@ import os
 import sys
 
 from workflows.configuration import Configuration
-from workflows.console import Console, leave_servers, start_servers
+from workflows.console import Console, leave_servers, require_executor, start_servers
 
 # Rules call `python`: the one that runs Snakemake, whether or not its environment is activated.
 # Snakemake's own prefix, which this one replaces, makes a pipe fail with any of its commands.
