@@ -131,6 +131,7 @@ $(DOCS_ENV)/.made: constraints-docs.txt
 
 diagrams: setup ## redraw the pictures in docs/ from the code and the papers' numbers
 	@$(IN_VENV) python docs/diagrams.py && PYTHONPATH=. python docs/papers.py && python -m workflows.derive.gallery
+	@$(IN_VENV) python -m workflows.derive.simulator results/reference/epyc-genoa-2core/validation.json --draw-in .cache && cp .cache/simulator.svg docs/img
 
 deepspeed_016: ## the papers' releases (DeepSpeed 0.16.7, transformers 4.51), in .cache/envs
 	@workflows/setup/setup.sh .cache/envs/$@ constraints-deepspeed-0.16.txt papers

@@ -23,6 +23,7 @@ localrules:
     exhibits,
     modelled,
     figure,
+    simulator,
     drawing,
     claims_table,
     report_pages,
@@ -34,6 +35,7 @@ rule figures:
     input:
         workflow_config.drawn(workflow_config.built),
         f"{FIGURES}/index.html",
+        f"{FIGURES}/simulator.svg" if workflow_config.simulator else [],
 
 
 rule tables:

@@ -215,6 +215,11 @@ class Configuration:
         return [f"{self.raw}/{run_id}.json" for run_id in wanted] if self.is_measured(exhibit) else []
 
     @property
+    def simulator(self) -> list[str]:
+        """Record of how far the simulator is off on this machine; none in a profile that does not measure that."""
+        return [f"{self.raw}/{run_id}.json" for run_id, run in self.runs.items() if run["module"] == "validation"]
+
+    @property
     def exhibits_of_runs(self) -> str:
         """JSON of {run id: exhibits}, which the records carry; it makes none of them stale."""
         return json.dumps({run_id: run["exhibits"] or [] for run_id, run in self.runs.items()})

@@ -47,6 +47,8 @@ class Experiments:
             more = {"time_limit_s": bench["time_limit_s"], "allowed_s": bench["time_limit_s"]}
             more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
+        for run in mine.get("validation", []):
+            found[run["run_id"]] = resolved("validation", "", [], allowed_s=run["time_limit_s"], needs_gib=4.0)
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:

@@ -80,14 +80,14 @@ def caption(exhibit: str, root: Path = ROOT) -> str:
 def validations(root: Path = ROOT) -> list[str]:
     """How far the simulator's phases were from measured ones, for each committed record of a machine."""
     lines = []
-    for path in sorted((root / "results/reference").glob("*/validation*.json")):
+    for path in sorted((root / "results/reference").glob("*/validation.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         spread, runs = record["phases"], {(row["system"], row["arm"]) for row in record["rows"]}
         lines.append(
             f"seconds of the simulator against {spread['count']} phases of {len(runs)} systems measured on "
             f"{path.parent.name}: "
-            f"{spread['lowest_percent']:+.0f} to {spread['highest_percent']:+.0f} %, half of them more than "
-            f"{spread['median_size_percent']:.0f} % off"
+            f"{spread['lowest_percent']:+.0f} to {spread['highest_percent']:+.0f} %, half of them within "
+            f"{spread['half_within_percent']:.0f} %, nine of ten within {spread['nine_of_ten_within_percent']:.0f} %"
         )
     return lines
 

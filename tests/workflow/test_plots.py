@@ -161,7 +161,8 @@ def test_a_caption_says_how_far_the_simulator_was_from_measured_steps(smoke: Pat
         text = figure.caption(entry, "Prose.", table, {"modelled": "memascend-c1"})
         for line in registry.validations():
             assert re.search(
-                r"against \d+ phases of \d+ systems measured on \S+: -\d+ to \+\d+ %, half of them more than \d+ % off",
+                r"against \d+ phases of \d+ systems measured on \S+: -\d+ to \+\d+ %, half of them within \d+ %, "
+                r"nine of ten within \d+ %$",
                 line,
             )
             assert (line in text) == simulated

@@ -55,6 +55,23 @@ rule figure:
         " --runs-out {output.runs} --draw-in {params.figures} > {log} 2>&1"
 
 
+# Of no exhibit: how far simulated seconds are from those of this machine, where the profile measures that.
+rule simulator:
+    input:
+        record=workflow_config.simulator,
+    output:
+        multiext(f"{FIGURES}/simulator", ".svg", ".pdf", ".png"),
+    log:
+        f"{DERIVED}/logs/simulator.log",
+    conda:
+        "../envs/memascend.yaml"
+    params:
+        figures=lambda w, output: os.path.dirname(output[0]),
+        code=workflow_config.code("workflows.derive.simulator"),
+    shell:
+        "python -m workflows.derive.simulator {input.record} --draw-in {params.figures} > {log} 2>&1"
+
+
 # Structure, without numbers.
 rule drawing:
     output:
