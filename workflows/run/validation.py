@@ -22,6 +22,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -163,14 +164,16 @@ def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: 
     traces = traces_of(folder, run, point, called)
     if traces[-1].exists():
         return
-    name = traces[0].stem.removesuffix("-2")
-    keys = told(run, point, model) | {"output": folder / f"run-{name}", "trace": folder / f"{name}-{{step}}.json"}
+    name, output = traces[0].stem.removesuffix("-2"), folder / "run"
+    shutil.rmtree(output, ignore_errors=True)  # of a call that was killed
+    keys = told(run, point, model) | {"output": output, "trace": folder / f"{name}-{{step}}.json"}
     keys |= {"tiers": [*paths]} if RUNS[run].get("tiers") else {"nvme": next(iter(paths))}
     limits = {str(path): rates for path, rates in paths.items() if rates}
     command = [sys.executable, "-m", "workflows.run.rate_limited_train", json.dumps(limits)]
     for key, value in keys.items():
         command += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    shutil.rmtree(output)  # its checkpoint: ninety of them would be 70 GB
 
 
 def _fewer_blocks(folder: Path, blocks: int) -> str:
