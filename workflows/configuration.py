@@ -19,7 +19,7 @@ import tomllib
 from collections import Counter
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from memascend.suggestions import did_you_mean
 from workflows import registry
@@ -218,6 +218,10 @@ class Configuration:
     def simulator(self) -> list[str]:
         """Record of how far the simulator is off on this machine; none in a profile that does not measure that."""
         return [f"{self.raw}/{run_id}.json" for run_id, run in self.runs.items() if run["module"] == "validation"]
+
+    def no_simulator(self) -> NoReturn:
+        """The target was named in a profile without it."""
+        fail(f"profile {self.config['profile']} does not measure how far the simulator is off: --config profile=paper")
 
     @property
     def exhibits_of_runs(self) -> str:

@@ -48,7 +48,8 @@ class Experiments:
             more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
         for run in mine.get("validation", []):
-            found[run["run_id"]] = resolved("validation", "", [], allowed_s=run["time_limit_s"], needs_gib=4.0)
+            limit = run["time_limit_s"]
+            found[run["run_id"]] = resolved("validation", "", [], time_limit_s=limit, allowed_s=limit, needs_gib=4.0)
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:

@@ -155,8 +155,8 @@ def test_a_profile_that_is_not_there_is_one_line_and_not_a_run_on_this_machine(m
         SystemExit, match=r"there is no profiles/slrm \(did you mean profiles/slurm\?\); here are profiles/"
     ):
         here.refuse_missing_profile()
-    for good in (["--workflow-profile", "profiles/slurm"], ["--workflow-profile", "none"], ["--workflow-profile"], []):
-        here.words = [*good, "figures"] if good != ["--workflow-profile"] else ["figures"]
+    for good in (["--workflow-profile", "profiles/slurm"], ["--workflow-profile=none"], []):
+        here.words = [*good, "figures"]
         here.refuse_missing_profile()
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from memascend import cli
 from workflows import registry, tidy
+from workflows.configuration import Configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = yaml.safe_load((ROOT / "workflows/config/experiments.yaml").read_text())
@@ -128,3 +129,15 @@ def test_every_size_that_a_profile_benches_is_taken(monkeypatch) -> None:
                 asked.clear()
                 assert cli.main(["bench", "overflow", "--numels", ",".join(map(str, numels))]) == 0
                 assert asked == numels
+
+
+def test_the_simulator_s_validation_is_a_run_of_paper_with_its_limit_and_of_no_other_profile(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    usual = registry.read(ROOT / "workflows/config/config.yaml")
+    paper, smoke = (Configuration(usual | {"profile": profile}, []) for profile in ("paper", "smoke"))
+    (record,) = paper.simulator
+    run_id = Path(record).stem
+    assert f"timeout {paper.run(run_id)['allowed_s']} python -m workflows.run.validation" in paper.command(run_id)
+    assert smoke.simulator == []
+    with pytest.raises(SystemExit, match=r"profile smoke does not measure .*: --config profile=paper"):
+        smoke.no_simulator()

@@ -12,11 +12,8 @@ TRACE = ".trace.csv"  # ends the name of what was sampled in a run, beside its r
 APPENDIX, CLAIMS, CRATE, README = "appendix", "claims.json", "ro-crate-metadata.json", "README.md"
 MADE = (TABLES, FIGURES, APPENDIX, CLAIMS, CRATE, README)  # folders and files that a check makes again
 GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # what it makes them from
-CONFIGURED = (
-    "experiments",
-    "published_dir",
-    "reference_dir",
-)  # of config.yaml: what says which records are an exhibit's
+# Of config.yaml: what says which records are an exhibit's.
+CONFIGURED = ("experiments", "published_dir", "reference_dir")
 EXPECTED = "exhibits.json"  # of a check: what the sources say that the manifest's exhibits should be
 FORMAT = 1
 

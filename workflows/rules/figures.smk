@@ -58,7 +58,7 @@ rule figure:
 # Of no exhibit: how far simulated seconds are from those of this machine, where the profile measures that.
 rule simulator:
     input:
-        record=workflow_config.simulator,
+        record=lambda w: workflow_config.simulator or workflow_config.no_simulator(),
     output:
         multiext(f"{FIGURES}/simulator", ".svg", ".pdf", ".png"),
     log:

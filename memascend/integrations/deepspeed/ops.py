@@ -57,9 +57,10 @@ def abandoned_lock(name: str) -> Path | None:
 
 def _is_open(path: Path) -> bool:
     """By a process of this machine that we may look at: any of the same user, and all for root."""
+    place = str(path.resolve())
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if os.readlink(descriptor) == str(path.resolve()):
+            if os.readlink(descriptor) == place:
                 return True
     return False
 
