@@ -170,10 +170,15 @@ class Configuration:
 
     def measures(self, run_id: str) -> str:
         """Digest of what can change the record; of a probe nothing does."""
-        run = self.run(run_id)
-        if run["module"] == "probe":
+        if self.run(run_id)["module"] == "probe":
             return ""
-        return self.code(f"workflows.run.{run['module']}", tuple(run["systems"]), tuple(run["models"]), versions())
+        return f"{self.measured_by(run_id)} {json.dumps(versions(), sort_keys=True)}"
+
+    def measured_by(self, run_id: str) -> str:
+        """Digest of the code that makes the record, as the record has it."""
+        run = self.run(run_id)
+        models = None if run["models"] is None else tuple(run["models"])
+        return self._digest(f"workflows.run.{run['module']}", tuple(run["systems"]), models)
 
     def code(self, program: str, systems: tuple = (), models: tuple | None = (), more: Any = "") -> str:
         return f"{self._digest(program, systems, models)} {json.dumps(more, sort_keys=True) if more else ''}".strip()

@@ -23,7 +23,8 @@ def twin_point(context: int, sequences: int, k: int, ranks: int, where: str) -> 
 
 class Experiments:
     """The runs of one profile. A resolved run is {module, words, systems, models, exhibits, alone, environments}:
-    the program, its command line, what can change its record, who draws it, and whether nothing may run beside it."""
+    the program, its command line, what can change its record, who draws it, and whether nothing may run beside it.
+    Models that are None are all."""
 
     def __init__(self, path: str, profile: str, drive: str | None = None) -> None:
         """``drive``: the folder that benchmarks of a drive take in place of the one in the file."""
@@ -46,6 +47,7 @@ class Experiments:
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
             more = {"time_limit_s": bench["time_limit_s"], "allowed_s": bench["time_limit_s"]}
             more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)
+            more |= {"models": None} if bench["part"] == "pool" else {}  # it may take any
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
         for run in mine.get("validation", []):
             limit = run["time_limit_s"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from workflows import registry
+from workflows import registry, staleness
 from workflows.artifact import bundle, given, layout, redraw, verify
 from workflows.configuration import Configuration
 from workflows.run.provenance import digest_of
@@ -23,17 +26,28 @@ EXHIBITS = {
 }
 
 
+FIELDS = {"system": "zero_infinity", "model": "a", "twin": {"k": 8}, "points_requested": [[16, 1]]}
+RECORDS = {"train-a.json": {"kind": "training", "fields": FIELDS, "code_digest": "1" * 64, "key": "2" * 64}}
+EXPECTED = {"exhibits": EXHIBITS, "records": RECORDS}
 CONFIG = {"experiments": "runs.yaml", "published_dir": "published", "reference_dir": "reference"}
+
+
+SOURCES = {
+    "Snakefile": "rules",
+    "systems/a.py": "a = 1",
+    "library/b.py": "b = 1",
+    "pyproject.toml": '[project]\nversion = "0.1.0"\n',
+}
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A project of four files, one of them also below a link to its folder, in git."""
+    """A project of five files, one of them also below a link to its folder, in git."""
     root = tmp_path / "checkout"
     (root / "library/deep").mkdir(parents=True)
     (root / "systems").mkdir()
     _parent(root / given.CONFIG).write_text(yaml.safe_dump(CONFIG))
-    for name, text in {"Snakefile": "rules", "systems/a.py": "a = 1", "library/b.py": "b = 1"}.items():
+    for name, text in SOURCES.items():
         (root / name).write_text(text)
     (root / "library/deep/systems").symlink_to("../../systems")
     git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@example.org"]
@@ -48,14 +62,14 @@ def folder(tmp_path: Path, checkout: Path) -> Path:
     made = tmp_path / "memascend-0.1.0-smoke"
     head = given.git("rev-parse", "HEAD", root=checkout).strip()
     losses = [2.5, 2.25]
-    record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses)}
+    record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses), **FIELDS}
+    record |= {"samples_sha256": hashlib.sha256(b"time\n").hexdigest(), "kind": "training", "dirty": False}
+    record |= {"commit": head, "code_digest": "1" * 64, "key": "2" * 64}
     manifest = {"format": layout.FORMAT, "commit": head, "changed_since": [], "packages": {}, "exhibits": EXHIBITS}
-    manifest |= {"profile": "smoke", "config": CONFIG}
-    texts = {
-        "source/Snakefile": "rules",
+    manifest |= {"profile": "smoke", "config": CONFIG, "version": "0.1.0", "measured_by_other_code": []}
+    manifest |= {"committed": given.git("show", "-s", "--format=%cI", head, root=checkout).strip()}
+    texts = {f"source/{name}": text for name, text in SOURCES.items()} | {
         f"source/{given.CONFIG}": yaml.safe_dump(CONFIG),
-        "source/systems/a.py": "a = 1",
-        "source/library/b.py": "b = 1",
         "source/library/deep/systems/a.py": "a = 1",
         "records/train-a.json": json.dumps(record),
         "records/train-a.trace.csv": "time\n",
@@ -81,13 +95,13 @@ def check(folder: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.Monk
     def again(unpacked: Path, out: Path, *, build: bool, experiments: Path | None) -> str:
         assert not [name for name in layout.MADE if (unpacked / name).exists()], "there is something to copy from"
         shutil.copytree(honest, out, dirs_exist_ok=True)
-        bundle.write_json(out / layout.EXPECTED, EXHIBITS)
+        bundle.write_json(out / layout.EXPECTED, EXPECTED)
         return "without a network"
 
     def checked(**options: Any) -> bool:
         layout.write_sums(folder)
-        bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
-        return verify.check(tmp_path / "b.zip", **options)
+        bundle.pack(folder, tmp_path / f"{folder.name}.zip", folder.name, (2026, 1, 2, 3, 4, 6))
+        return verify.check(tmp_path / f"{folder.name}.zip", **options)
 
     monkeypatch.setattr(verify, "redraw", again)
     monkeypatch.setattr(given, "ROOT", checkout)
@@ -109,10 +123,14 @@ def test_a_bundle_that_nobody_changed_passes_and_its_own_sum_is_said(
 ) -> None:
     assert check()
     said = capsys.readouterr().out
-    assert f"note  SHA-256 of the zip: {layout.sha256(tmp_path / 'b.zip')}" in said
+    assert f"note  SHA-256 of the zip: {layout.sha256(tmp_path / 'memascend-0.1.0-smoke.zip')}" in said
     assert "ok    sources of commit " in said
-    assert "ok    profile smoke, configured as in the sources" in said
-    assert "ok    2 exhibits are listed with the records that the sources say" in said
+    assert "ok    configured as in the sources" in said
+    assert "ok    2 exhibits of profile smoke are listed with their records" in said
+    assert "ok    1 records are of the runs of profile smoke in their names" in said
+    assert said.splitlines()[-1].startswith("PASS  memascend-0.1.0-smoke.zip, 2 exhibits, ")
+    assert "compared" not in said
+    assert "note" not in said.partition("drawn again")[2]
     assert "FAIL" not in said
 
 
@@ -143,6 +161,10 @@ def record(**changes: Any) -> Callable[[Path], None]:
         (edit("figures/more.svg", "<svg/>"), "1 of 2 files equal: figures/more.svg"),
         (edit("tables/claims.csv", "claim_id,lane,verdict\nx,measured,reproduced\n"), "verdicts: 0 of 1 as the bundle"),
         (edit("README.md", "rewritten"), "descriptions: 0 of 1 files equal: README.md"),
+        (
+            edit("tables/claims.csv", "claim_id,lane,verdict\nx,measured,deviates\ny,measured,deviates\n"),
+            "verdicts: 1 of 2",
+        ),
         (without("README.md"), "descriptions: 0 of 1 files equal: README.md"),
         (edit("notes.txt", "x"), "files that are no part of a bundle: notes.txt"),
         (edit("records/more.json", "{}"), "more.json is named by no exhibit"),
@@ -150,6 +172,26 @@ def record(**changes: Any) -> Callable[[Path], None]:
         (record(losses=[2.5, 2.0]), "train-a.json: its losses are not those of its loss_checksum"),
         (record(run_id="train-b"), "train-a.json: of the run train-b"),
         (edit("records/train-a.json", "[]"), "train-a.json: not a record"),
+        (record(model="b"), "train-a.json: model is b, and a in the list of runs"),
+        (record(twin={"k": 16}), "train-a.json: twin.k is 16, and 8 in the list of runs"),
+        (record(points_requested=[[16, 2]]), "train-a.json: points_requested[0][1] is 2, and 1 in the list of runs"),
+        (record(points_requested=[]), "train-a.json: points_requested is [], and [[16, 1]] in the list of runs"),
+        (record(kind="bench"), "train-a.json: kind is bench, and training in the list of runs"),
+        (record(key="3" * 64), "train-a.json: its key is not that of its configuration"),
+        (record(code_digest="3" * 64), "records are of the code of the sources: train-a.json"),
+        (edit("records/train-a.trace.csv", "time\n1\n"), "train-a.trace.csv is not that of its samples_sha256"),
+        (without("records/train-a.trace.csv"), "train-a.json: train-a.trace.csv is missing"),
+        (record(samples_sha256=None), "train-a.trace.csv is there, and the record has no samples_sha256"),
+        (lambda folder: manifest_of(folder, version="2.0.0"), "version is 2.0.0, and 0.1.0 in the sources"),
+        (lambda folder: manifest_of(folder, committed="2020-01-01"), ", not 2020-01-01"),
+        (lambda folder: manifest_of(folder, doi="10.1/x"), "doi is nothing that a bundle says"),
+        (lambda folder: manifest_of(folder, packages={"good": "1"}), "packages: good decides nothing"),
+        (
+            lambda folder: manifest_of(
+                folder, exhibits=EXHIBITS | {"memascend-alg01": EXHIBITS["memascend-alg01"] | {"doi": None}}
+            ),
+            "memascend-alg01: other doi",
+        ),
         (edit("source/systems/a.py", "a = 2"), ": systems/a.py"),
         (edit("source/library/deep/systems/a.py", "a = 2"), ": library/deep/systems/a.py"),
         (edit("source/more.py", "c = 1"), ": more.py"),
@@ -184,14 +226,14 @@ def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_
     folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(unpacked: Path, out: Path, **options: object) -> str:
-        bundle.write_json(out / layout.EXPECTED, EXHIBITS)
+        bundle.write_json(out / layout.EXPECTED, EXPECTED)
         raise ValueError("drawing again failed: no picture")
 
     monkeypatch.setattr(verify, "redraw", fails)
     manifest_of(folder, exhibits={"memascend-fig08": EXHIBITS["memascend-fig08"]})
     with pytest.raises(ValueError, match="no picture"):
         check()
-    assert "FAIL  2 exhibits are listed" in (said := capsys.readouterr().out)
+    assert "FAIL  2 exhibits of profile smoke are listed" in (said := capsys.readouterr().out)
     assert "memascend-alg01 is left out" in said
 
 
@@ -203,7 +245,7 @@ def test_sources_that_say_nothing_of_exhibits_are_one_line(
         return ""
 
     monkeypatch.setattr(verify, "redraw", dishonest)
-    with pytest.raises(ValueError, match="do not say which exhibits there are"):
+    with pytest.raises(ValueError, match="do not say what there should be"):
         check()
 
 
@@ -250,17 +292,110 @@ def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
 ) -> None:
     manifest_of(folder, commit=commit)
     assert check()
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "not compared" in line)
+    line, last = (line for line in capsys.readouterr().out.splitlines() if "not compared" in line)
+    assert last.startswith("PASS")
     assert line.startswith("note  sources are not compared with commit ")
     assert why in line
 
 
 def test_what_the_exhibits_of_a_profile_are_drawn_from_follows_from_the_sources_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(registry.ROOT)
     usual = yaml.safe_load(Path("workflows/config/config.yaml").read_text()) | {"profile": "smoke"}
     made = bundle.exhibits_of(Configuration(usual, []))
-    assert redraw.exhibits_expected("smoke") == made
-    assert redraw.exhibits_expected("smoke", Path(usual["experiments"]).absolute()) == made
-    assert redraw.exhibits_expected("quick") != made
+    assert redraw.expected("smoke", tmp_path)["exhibits"] == made
+    assert redraw.expected("smoke", tmp_path, Path(usual["experiments"]).absolute())["exhibits"] == made
+    assert redraw.expected("quick", tmp_path)["exhibits"] != made
+
+
+@pytest.mark.parametrize("profile", ["smoke", "quick", "paper", "gpu"])
+def test_what_a_record_is_of_follows_from_the_list_of_runs(
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(registry.ROOT)
+    monkeypatch.setattr(staleness.Tree, "digest", lambda *words: "digest")
+    records = redraw.expected(profile, tmp_path)["records"]
+    assert len(records) > 10
+    for name, wanted in records.items():
+        fields = wanted["fields"]
+        assert wanted["code_digest"] == "digest"
+        assert fields or name == "testbed-local.json"
+        if wanted["kind"] == "training":
+            assert re.match(f"train-{re.escape(fields['model'])}-k{fields['twin']['k']}-{fields['dtype']}-", name)
+        elif wanted["kind"] == "step-times":
+            assert fields["arms"]
+            assert fields["rounds"] > 0
+    assert len({json.dumps(each["fields"]) for each in records.values()}) == len(records), "two runs are alike"
+
+
+def test_records_of_another_commit_or_of_a_changed_checkout_are_named_and_pass(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(commit="0" * 40, dirty=True)(folder)
+    assert check()
+    said = capsys.readouterr().out
+    assert "note  1 of 1 records are of a checkout with changes: train-a.json\n" in said
+    assert "note  1 of 1 records are of another commit: train-a.json\n" in said
+
+
+def test_records_that_other_code_made_pass_where_the_bundle_says_so(
+    folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(code_digest="3" * 64)(folder)
+    manifest_of(folder, measured_by_other_code=["train-a.json"])
+    assert check()
+    assert "names 1 records that other code made than that of the sources: train-a.json" in capsys.readouterr().out
+
+
+def test_a_record_of_a_run_without_a_result_is_not_asked_for_what_the_run_would_have_had(
+    folder: Path, check: Callable[[], bool]
+) -> None:
+    (folder / "records/train-a.json").write_text(json.dumps({"run_id": "train-a", "kind": "no-result"}))
+    (folder / "records/train-a.trace.csv").unlink()
+    assert check()
+
+
+def test_a_hash_that_is_no_commit_s_is_not_compared(
+    folder: Path, checkout: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest_of(folder, commit=given.git("rev-parse", "HEAD^{tree}", root=checkout).strip())
+    assert check()
+    said = capsys.readouterr().out
+    assert ": that is no commit\n" in said
+    assert said.endswith(" s; its sources were not compared with a commit\n")
+
+
+def test_a_zip_under_another_name_passes_with_a_note(
+    folder: Path, check: Callable[[], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check()
+    other = (tmp_path / "memascend-0.1.0-smoke.zip").rename(tmp_path / "downloaded.zip")
+    assert verify.check(other)
+    assert "note  the zip is called downloaded.zip, and its folder memascend-0.1.0-smoke\n" in capsys.readouterr().out
+
+
+def test_a_link_in_a_zip_and_what_lies_before_it_are_not_unpacked(
+    folder: Path, check: Callable[[], bool], tmp_path: Path
+) -> None:
+    assert check()
+    path = tmp_path / "memascend-0.1.0-smoke.zip"
+    whole = path.read_bytes()
+    path.write_bytes(b"before" + whole)
+    with pytest.raises(ValueError, match="does not begin with its first file"):
+        verify.check(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path, "a") as file:
+        entry = zipfile.ZipInfo(f"{folder.name}/tables/link")
+        entry.external_attr = 0o120777 << 16
+        file.writestr(entry, "/etc/passwd")
+    with pytest.raises(ValueError, match="tables/link is a link or a device"):
+        verify.check(path)
+
+
+def test_a_path_that_is_listed_twice_in_the_sums_is_refused(folder: Path, tmp_path: Path) -> None:
+    layout.write_sums(folder)
+    sums = folder / layout.SUMS
+    sums.write_text(sums.read_text() + f"{'0' * 64}  README.md\n")
+    with pytest.raises(ValueError, match=r"SHA256SUMS, line \d+: README.md is listed twice"):
+        layout.read_sums(folder)

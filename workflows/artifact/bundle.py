@@ -27,6 +27,7 @@ from workflows.artifact import appendix, crate
 from workflows.artifact.layout import (
     CLAIMS,
     CONFIGURED,
+    DRAWN_WITH,
     FIGURES,
     FORMAT,
     MADE,
@@ -37,16 +38,17 @@ from workflows.artifact.layout import (
     TABLES,
     TRACE,
     files_in,
+    name_of,
     write_sums,
 )
 from workflows.configuration import Configuration
 from workflows.derive.citation import project
 from workflows.derive.report import ASSETS
+from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import atomically
 from workflows.staleness import versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
-DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")  # what decides the bytes of a table or picture
 TEXT = """\
 # memascend {version}, profile {profile}
 
@@ -66,11 +68,6 @@ To draw all exhibits and decide all claims again from this file alone, and compa
 
 in a checkout with its environment, or in `source/` of this bundle. It needs no network.
 """
-
-
-def name_of(manifest: dict[str, Any]) -> str:
-    """memascend-<version>-<profile>, as the zip and its one folder are called."""
-    return f"memascend-{manifest['version']}-{manifest['profile']}"
 
 
 def git(*words: str) -> str:
@@ -97,6 +94,7 @@ def exhibits_of(known: Configuration) -> dict[str, dict[str, Any]]:
 
 def manifest_of(known: Configuration) -> dict[str, Any]:
     changed = [line[3:] for line in git("status", "--porcelain", "--untracked-files=no").splitlines()]
+    exhibits = exhibits_of(known)
     return {
         "format": FORMAT,
         "version": project()["version"],
@@ -104,10 +102,24 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD").strip(),
         "committed": git("log", "-1", "--format=%cI").strip(),
         "changed_since": changed,
+        "measured_by_other_code": other_code(known, exhibits),
         "config": {name: known.config[name] for name in CONFIGURED},
         "packages": {**versions(), **{name: metadata.version(name) for name in DRAWN_WITH}},
-        "exhibits": exhibits_of(known),
+        "exhibits": exhibits,
     }
+
+
+def other_code(known: Configuration, exhibits: dict[str, dict[str, Any]]) -> list[str]:
+    """Records that other code made than that of the sources: Snakemake measures them again, if it is not told to leave
+    them (--rerun-triggers mtime)."""
+    found = []
+    for name in sorted({name for each in exhibits.values() for name in each["records"]}):
+        if not (path := Path(known.raw, name)).is_file():
+            continue  # `fill` says so
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["kind"] != NO_RESULT and record["code_digest"] != known.measured_by(record["run_id"]):
+            found.append(name)
+    return found
 
 
 def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
@@ -146,7 +158,8 @@ def describe(folder: Path, manifest: dict[str, Any]) -> None:
     """Write what follows from records and tables: claims.json, appendices, the crate, README.md."""
     write_json(folder / CLAIMS, claims_of(folder, manifest))
     words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
-    (folder / README).write_text(TEXT.format(**words, name=f"{name_of(manifest)}.zip"), encoding="utf-8")
+    name = f"{name_of(manifest['version'], manifest['profile'])}.zip"
+    (folder / README).write_text(TEXT.format(**words, name=name), encoding="utf-8")
     appendix.write(folder, manifest)
     crate.write(folder, manifest)
 
@@ -229,7 +242,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="memascend-artifact-") as made:
             fill(folder := Path(made), known, manifest)
             write_sums(folder)
-            pack(folder, args.out, name_of(manifest), commit_time())
+            pack(folder, args.out, name_of(manifest["version"], manifest["profile"]), commit_time())
             count = sum(1 for name in files_in(folder) if name.partition("/")[0] in MADE)
     except (tidy.TableError, ValueError, OSError) as error:
         tidy.fail(error)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from workflows.artifact.layout import CONFIGURED, RECORDS, SOURCE, TRACE, files_in
+from workflows.artifact.layout import CONFIGURED, DRAWN_WITH, KEYS, RECORDS, SOURCE, TRACE, files_in, name_of, sha256
+from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import ROOT, digest_of
+from workflows.staleness import PACKAGES
 
 CONFIG = "workflows/config/config.yaml"
 LINK = "120000"  # git's mode of a symbolic link
@@ -69,7 +72,7 @@ def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str
     try:
         if not (ROOT / ".git").exists():
             raise ValueError("this is no git checkout")
-        if not re.fullmatch("[0-9a-f]+", commit):
+        if not re.fullmatch("[0-9a-f]{40}", commit) or git("cat-file", "-t", commit, root=ROOT).strip() != "commit":
             raise ValueError("that is no commit")
         wanted = tracked(commit, ROOT)
     except ValueError as error:
@@ -82,7 +85,10 @@ def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str
     named = {each for said in manifest.get("changed_since", ()) for each in said.split(" -> ")}
     known = [name for name in differ if name in named]
     says = f"; artifact.json names {len(known)} changed since: {', '.join(known)}" if known else ""
-    return f"sources of commit {commit[:12]}{says}", [name for name in differ if name not in named]
+    wrong = [name for name in differ if name not in named]
+    made = git("show", "-s", "--format=%cI", commit, root=ROOT).strip()
+    wrong += [f"the commit is of {made}, not {_brief(said)}"] if (said := manifest.get("committed")) != made else []
+    return f"sources of commit {commit[:12]}{says}", wrong
 
 
 def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
@@ -104,7 +110,8 @@ def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool)
 
 
 def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Records that no exhibit names, or that contradict themselves, and those that are named and not there."""
+    """Records that no exhibit names, or that contradict themselves or their samples, and those that are named and not
+    there."""
     named = {record for each in manifest["exhibits"].values() for record in each["records"]}
     traces = {str(Path(record).with_suffix(TRACE)) for record in named}
     there = set(files_in(folder / RECORDS))
@@ -126,6 +133,71 @@ def contradictions(path: Path) -> Iterator[str]:
         yield f"of the run {run_id}"
     if "loss_checksum" in record and record["loss_checksum"] != digest_of(record.get("losses")):
         yield "its losses are not those of its loss_checksum"
+    samples, said = path.with_suffix(TRACE), record.get("samples_sha256")
+    if samples.is_file() != (said is not None):
+        yield f"{samples.name} is missing" if said else f"{samples.name} is there, and the record has no samples_sha256"
+    elif said is not None and said != sha256(samples):
+        yield f"{samples.name} is not that of its samples_sha256"
+
+
+def of_other_runs(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
+    """Records that are not of the run in their name, as the list of runs has it."""
+    for name, record, wanted in _both(folder, expected):
+        if record.get("kind") == NO_RESULT:
+            continue
+        about = {name: record.get(name) for name in wanted["fields"]} | {"kind": record.get("kind")}
+        for where, found, meant in differences(about, wanted["fields"] | {"kind": wanted["kind"]}):
+            yield f"{name}: {where} is {_brief(found)}, and {_brief(meant)} in the list of runs"
+        if record.get("key") != wanted["key"]:
+            yield f"{name}: its key is not that of its configuration, versions, code and host"
+
+
+def of_other_code(folder: Path, expected: dict[str, Any]) -> list[str]:
+    """Records that other code made than that of the sources."""
+    both = _both(folder, expected)
+    return [
+        name
+        for name, record, wanted in both
+        if record.get("kind") != NO_RESULT and record.get("code_digest") != wanted["code_digest"]
+    ]
+
+
+def provenance_of(folder: Path, expected: dict[str, Any], commit: Any) -> Iterator[str]:
+    """What records say of the checkout that made them, where it was not the bundle's commit as it is."""
+    records = {name: record for name, record, _ in _both(folder, expected)}
+    changed = [name for name, record in records.items() if record.get("dirty") is not False]
+    other = [name for name, record in records.items() if record.get("commit") != commit]
+    if changed:
+        yield f"{len(changed)} of {len(records)} records are of a checkout with changes: {_some(changed)}"
+    if other:
+        yield f"{len(other)} of {len(records)} records are of another commit: {_some(other)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _both(folder: Path, expected: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Name, record, and what is expected of it; of the records that are there and are some."""
+    for name, wanted in sorted(expected.items()):
+        try:
+            record = json.loads((folder / RECORDS / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield name, record, wanted
+
+
+def differences(found: Any, wanted: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(place, what is there, what should be) of what is wanted: further keys are let through, and None is anything."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        for name, each in wanted.items():
+            yield from differences(found.get(name), each, f"{where}.{name}" if where else name)
+    elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
+        for number, (mine, each) in enumerate(zip(found, wanted, strict=True)):
+            yield from differences(mine, each, f"{where}[{number}]")
+    elif wanted is not None and (found != wanted or isinstance(found, bool) != isinstance(wanted, bool)):
+        yield where, found, wanted
 
 
 def other_exhibits(said: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -138,5 +210,32 @@ def other_exhibits(said: dict[str, Any], expected: dict[str, Any]) -> list[str]:
             found.append(f"{name} is no exhibit of the sources")
         else:
             keys = sorted(said[name].keys() | expected[name].keys())
-            found += [f"{name}: other {key}" for key in keys if said[name].get(key) != expected[name].get(key)]
+            found += [f"{name}: other {key}" for key in keys if _of(said[name], key) != _of(expected[name], key)]
     return found
+
+
+def _of(exhibit: dict[str, Any], key: str) -> list[Any]:
+    return [exhibit[key]] if key in exhibit else []
+
+
+def odd_manifest(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """What artifact.json says besides what it has to, and its version and profile where other parts say another."""
+    found = [f"{name} is not said" for name in KEYS if name not in manifest]
+    found += [f"{name} is nothing that a bundle says" for name in sorted(manifest.keys() - set(KEYS))]
+    known = {"python", *PACKAGES, *DRAWN_WITH}
+    found += [f"packages: {name} decides nothing" for name in sorted(manifest["packages"].keys() - known)]
+    try:
+        text = (folder / SOURCE / "pyproject.toml").read_text(encoding="utf-8")
+        version = tomllib.loads(text)["project"]["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [*found, f"{SOURCE}/pyproject.toml names no version"]
+    if manifest.get("version") != version:
+        found.append(f"version is {_brief(manifest.get('version'))}, and {_brief(version)} in the sources")
+    if folder.name != (name := name_of(version, manifest["profile"])):
+        found.append(f"the folder is called {folder.name}, not {name}")
+    return found
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:80]}..."

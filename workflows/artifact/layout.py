@@ -14,8 +14,17 @@ MADE = (TABLES, FIGURES, APPENDIX, CLAIMS, CRATE, README)  # folders and files t
 GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # what it makes them from
 # Of config.yaml: what says which records are an exhibit's.
 CONFIGURED = ("experiments", "published_dir", "reference_dir")
-EXPECTED = "exhibits.json"  # of a check: what the sources say that the manifest's exhibits should be
-FORMAT = 1
+EXPECTED = "expected.json"  # of a check: what the sources say that exhibits and records should be
+FORMAT = 2
+# What artifact.json says, and the packages that decide the bytes of a table or picture.
+KEYS = ("format", "version", "profile", "commit", "committed", "changed_since", "measured_by_other_code", "config")
+KEYS += ("packages", "exhibits")
+DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")
+
+
+def name_of(version: str, profile: str) -> str:
+    """memascend-<version>-<profile>, as the zip and its one folder are called."""
+    return f"memascend-{version}-{profile}"
 
 
 def sha256(path: Path) -> str:
@@ -47,6 +56,8 @@ def read_sums(folder: Path) -> dict[str, str]:
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name:
             raise ValueError(f"{SUMS}, line {number}: not a SHA-256 and a path")
+        if name in found:
+            raise ValueError(f"{SUMS}, line {number}: {name} is listed twice")
         found[name] = digest
     return found
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib
 import json
 import multiprocessing
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,12 @@ from workflows.artifact.layout import EXPECTED, FIGURES, MANIFEST, RECORDS, SOUR
 from workflows.configuration import Configuration
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
+from workflows.run.provenance import record_key
 
 PACKAGES = ("hardware", "memascend", "workflows")
+# Program of a run -> kind of its record.
+KINDS = {"training": "training", "bench": "bench", "interleaved": "step-times", "path_twin": "step-times"}
+KINDS |= {"probe": "testbed"}
 
 
 def lane(paper: str, out: Path) -> None:
@@ -54,7 +60,7 @@ def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
 def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
     """Of a bundle; the working folder is its sources."""
     manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    write_json(out / EXPECTED, exhibits_expected(manifest["profile"], experiments))  # it may say why the rest fails
+    write_json(out / EXPECTED, expected(manifest["profile"], bundle / RECORDS, experiments))
     for folder in ("modelled", "exhibits", "runs"):
         (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
     (out / FIGURES).mkdir(exist_ok=True)
@@ -75,12 +81,33 @@ def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
         (out / given).unlink()
 
 
-def exhibits_expected(profile: str, experiments: Path | None = None) -> dict[str, Any]:
-    """What the sources say that a profile's exhibits are drawn from; of the bundle's own configuration nothing counts.
-    `experiments`: another list of runs, of who checks."""
+def expected(profile: str, records: Path, experiments: Path | None = None) -> dict[str, Any]:
+    """What the sources say that a profile's exhibits are drawn from, and what each record has to be of; of the bundle's
+    own configuration nothing counts. `experiments`: another list of runs, of who checks."""
     config = yaml.safe_load(Path("workflows/config/config.yaml").read_text(encoding="utf-8"))
     named = {} if experiments is None else {"experiments": str(experiments)}
-    return exhibits_of(Configuration(config | {"profile": profile} | named, []))
+    known = Configuration(config | {"profile": profile} | named, [])
+    exhibits = exhibits_of(known)
+    names = sorted({name for each in exhibits.values() for name in each["records"]})
+    return {"exhibits": exhibits, "records": {name: record_expected(known, records / name) for name in names}}
+
+
+def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
+    """Of a record what its run's command line says, the code that makes it, and the key that its own fields have."""
+    run_id, run = path.stem, known.run(path.stem)
+    fields: dict[str, Any] = {}
+    if run["module"] != "probe":
+        module = importlib.import_module(f"workflows.run.{run['module']}")
+        args = module.parse(["--run-id", run_id, "--out", path.name, *shlex.split(run["words"])])
+        fields = module.requested(args)
+    if run["module"] == "bench":  # its drive is another where a node has one
+        options = fields["points_requested"]["options"]
+        options[:] = [None if before == "--folder" else each for before, each in zip(["", *options], options)]
+    found = {"kind": KINDS[run["module"]], "fields": fields, "code_digest": known.measured_by(run_id)}
+    try:
+        return found | {"key": record_key(json.loads(path.read_text(encoding="utf-8")))}
+    except (OSError, ValueError, TypeError, RecursionError):  # which the check has said
+        return found | {"key": ""}
 
 
 def refuse_foreign(source: Path) -> None:

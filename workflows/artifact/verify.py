@@ -19,9 +19,11 @@ import csv
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,16 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from workflows.artifact.given import odd_records, other_exhibits, other_settings, other_sources
+from workflows.artifact.given import (
+    odd_manifest,
+    odd_records,
+    of_other_code,
+    of_other_runs,
+    other_exhibits,
+    other_settings,
+    other_sources,
+    provenance_of,
+)
 from workflows.artifact.layout import (
     EXPECTED,
     FORMAT,
@@ -50,6 +61,7 @@ from workflows.artifact.layout import (
 from workflows.refusals import ready
 
 TABLE_OF_CLAIMS = "tables/claims.csv"
+REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # types of an entry; 0 where the program that packed it says none
 NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
 
@@ -59,6 +71,11 @@ def unpack(bundle: Path, into: Path) -> Path:
     try:
         with zipfile.ZipFile(bundle) as file:
             names = [PurePosixPath(name) for name in file.namelist()]
+            if min((entry.header_offset for entry in file.infolist()), default=0):
+                raise ValueError("it does not begin with its first file: it is not unpacked")
+            types = {entry.filename: stat.S_IFMT(entry.external_attr >> 16) for entry in file.infolist()}
+            if odd := [name for name, kind in types.items() if kind not in REGULAR]:
+                raise ValueError(f"{odd[0]} is a link or a device, not a file: it is not unpacked")
             if not all(str(name).isprintable() for name in names):
                 raise ValueError("it holds a name with control characters: it is not unpacked")
             if any(name.is_absolute() or ".." in name.parts or not name.parts for name in names):
@@ -109,8 +126,10 @@ def damaged(folder: Path) -> list[str]:
 
 
 def unknown(folder: Path) -> list[str]:
-    """Files that no part of a bundle is made of."""
-    return [name for name in files_in(folder) if name.partition("/")[0] not in (*MADE, *GIVEN)]
+    """Files that no part of a bundle is made of, and empty folders."""
+    empty = [path for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir())]
+    found = [name for name in files_in(folder) if name.partition("/")[0] not in (*MADE, *GIVEN)]
+    return found + sorted(f"{path.relative_to(folder).as_posix()}/" for path in empty)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
@@ -136,8 +155,9 @@ def manifest_of(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{MANIFEST}: {odd[0]!r} of {name} is no name of a record")
         if not isinstance(each.get("table"), bool):
             raise ValueError(f"{MANIFEST} does not say whether {name} has a table: it is not whole")
-    if not is_list_of_texts(manifest.get("changed_since", [])):
-        raise ValueError(f"{MANIFEST}: changed_since is no list of files")
+    for name in ("changed_since", "measured_by_other_code"):
+        if not is_list_of_texts(manifest.get(name, [])):
+            raise ValueError(f"{MANIFEST}: {name} is no list of files")
     return manifest
 
 
@@ -151,15 +171,17 @@ def is_text_to_text(value: Any) -> bool:
 
 def other_packages(manifest: dict[str, Any]) -> list[str]:
     """Packages that are not of the version with which the bundle was made."""
-    here = {name: installed(name) for name in manifest["packages"] if name != "python"}
+    here = {name: installed(name) for name in manifest["packages"]}
     return [
         f"{name} {here[name] or 'is not installed'} ({wanted} in the bundle)"
         for name, wanted in manifest["packages"].items()
-        if name in here and here[name] != wanted
+        if here[name] != wanted
     ]
 
 
 def installed(package: str) -> str:
+    if package == "python":
+        return platform.python_version()
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -175,18 +197,21 @@ def without_network() -> list[str]:
     return []
 
 
-def given_otherwise(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
-    """Print what was found of sources, configuration and records; those that are not what they should be."""
+def given_otherwise(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> tuple[list[str], bool]:
+    """Print what was found of sources, configuration and records; those that are not what they should be, and whether
+    sources could be compared."""
     text, sources = other_sources(folder, manifest)
-    if sources or not text.startswith("sources are not"):
+    if is_compared := not text.startswith("sources are not"):
         line(not sources, text, sources)
     else:
         note(text)
+    about = odd_manifest(folder, manifest)
+    line(not about, f"{MANIFEST} says what a bundle says, of the sources' version", about)
     settings = other_settings(folder, manifest, experiments=experiments)
-    line(not settings, f"profile {manifest['profile']}, configured as in the sources", settings)
+    line(not settings, "configured as in the sources", settings)
     records = odd_records(folder, manifest)
-    line(not records, "records are those of the exhibits", records)
-    return [*sources, *settings, *records]
+    line(not records, f"records are those that {MANIFEST} names, with their samples", records)
+    return [*sources, *about, *settings, *records], is_compared
 
 
 def take_away(folder: Path) -> None:
@@ -195,15 +220,30 @@ def take_away(folder: Path) -> None:
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
 
 
-def listed_otherwise(manifest: dict[str, Any], out: Path) -> list[str]:
-    """Print whether artifact.json lists the exhibits, and for each the records, that the sources say; the others."""
+def expected_otherwise(folder: Path, manifest: dict[str, Any], out: Path) -> list[str]:
+    """Print whether artifact.json lists the exhibits, and for each the records, that the sources say, and whether the
+    records are of the runs in their names; those that are not."""
     expected = json.loads((out / EXPECTED).read_text(encoding="utf-8"))
     (out / EXPECTED).unlink()
-    if not (isinstance(expected, dict) and all(isinstance(each, dict) for each in expected.values())):
-        raise ValueError("the bundle's sources do not say which exhibits there are: they are not the project's")
-    other = other_exhibits(manifest["exhibits"], expected)
-    line(not other, f"{len(expected)} exhibits are listed with the records that the sources say", other)
-    return other
+    try:
+        exhibits, records = ({**expected[what]} for what in ("exhibits", "records"))
+        other = other_exhibits(manifest["exhibits"], exhibits)
+        runs = list(of_other_runs(folder, records))
+        code = of_other_code(folder, records)
+        notes = list(provenance_of(folder, records, manifest.get("commit")))
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError("the bundle's sources do not say what there should be: they are not the project's") from None
+    profile = manifest["profile"]
+    line(not other, f"{len(exhibits)} exhibits of profile {profile} are listed with their records", other)
+    line(not runs, f"{len(records)} records are of the runs of profile {profile} in their names", runs)
+    named = set(manifest.get("measured_by_other_code", ()))
+    if known := [name for name in code if name in named]:
+        note(f"{MANIFEST} names {len(known)} records that other code made than that of the sources: {', '.join(known)}")
+    code = [name for name in code if name not in named]
+    line(not code, "records are of the code of the sources" + (", but for those" if known else ""), code)
+    for each in notes:
+        note(each)
+    return [*other, *runs, *code]
 
 
 def redraw(folder: Path, out: Path, *, build: bool, experiments: Path | None = None) -> str:
@@ -311,7 +351,10 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
         if strange:
             line(False, "files that are no part of a bundle", strange)
         manifest, theirs = manifest_of(folder), verdicts(folder / TABLE_OF_CLAIMS)
-        wrong += given_otherwise(folder, manifest, experiments=experiments is not None)
+        found_wrong, is_compared = given_otherwise(folder, manifest, experiments=experiments is not None)
+        wrong += found_wrong
+        if bundle.stem != folder.name:
+            note(f"the zip is called {bundle.name}, and its folder {folder.name}")
         others = other_packages(manifest)
         if others:
             note(f"other packages than in the bundle: {', '.join(others)}")
@@ -320,24 +363,25 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
             how = redraw(folder, out, build=build, experiments=experiments)
         except ValueError:
             if (out / EXPECTED).is_file():
-                listed_otherwise(manifest, out)
+                expected_otherwise(folder, manifest, out)
             raise
         whose = "the bundle's" if build else "the installed"
         note(f"drawn again by the bundle's sources with {whose} C++ extension, {how}")
-        other = listed_otherwise(manifest, out)
+        other = expected_otherwise(folder, manifest, out)
         found, many = compared(said, out), counted(said, out)
         for kind, differ in sorted(found.items()):
             line(not differ, f"{kind}: {many[kind] - len(differ):,} of {many[kind]:,} files equal", differ)
-        turned = flipped(theirs, verdicts(out / TABLE_OF_CLAIMS))
-        line(not turned, f"verdicts: {len(theirs) - len(turned):,} of {len(theirs):,} as the bundle says", turned)
+        ours = verdicts(out / TABLE_OF_CLAIMS)
+        turned, both = flipped(theirs, ours), len(theirs.keys() | ours.keys())
+        line(not turned, f"verdicts: {both - len(turned):,} of {both:,} as the bundle says", turned)
         if keep is not None:
             shutil.copytree(out, keep, dirs_exist_ok=True)
             note(f"what was made again is in {keep}")
     good = not (wrong or strange or other or turned or any(found.values()))
     seconds = time.monotonic() - began
-    print(
-        f"{'PASS' if good else 'FAIL'}  {printable(bundle.name)}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s"
-    )
+    unknown_sources = "" if is_compared else "; its sources were not compared with a commit"
+    text = f"{bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s{unknown_sources}"
+    print(f"{'PASS' if good else 'FAIL'}  {printable(text)}")
     return good
 
 
@@ -394,7 +438,7 @@ def main() -> int:
         if args.keep is not None:
             new_folder(args.keep)  # before the minutes that a check takes
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     try:
         return 0 if check(args.bundle, args.keep, build=not args.no_build, experiments=args.experiments) else 1
@@ -402,7 +446,7 @@ def main() -> int:
         if args.keep is not None:
             with contextlib.suppress(OSError):  # where nothing was put
                 args.keep.rmdir()
-        print(f"error: {args.bundle}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"error: {printable(str(args.bundle))}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing is left of it", file=sys.stderr)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hardware.throttled import throttled_paths
 from workflows import registry, staleness
@@ -24,7 +25,7 @@ PARTS = ("overflow", "unscale", "adamw", "pinned", "pool", "nvme", "activations"
 PARTS += ("tiers", "checkpoints", "saves")
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--part", choices=PARTS, required=True, help="benchmark to run")
     p.add_argument("--run-id", default="", metavar="ID", help="id of the run (default: the name of --out)")
@@ -36,7 +37,19 @@ def main(argv: list[str] | None = None) -> int:
         help="limit a --folder made for the run to BYTES per second in each direction (root)",
     )
     p.add_argument("options", nargs="*", help="options of the benchmark, after --")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+def requested(args: argparse.Namespace) -> dict[str, Any]:
+    """What of a record follows from the command line alone."""
+    asked = {"part": args.part, "options": args.options} | ({"throttle": args.throttle} if args.throttle else {})
+    if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
+        asked["model"] = named
+    return {"benchmark": args.part, "points_requested": asked}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
     with tempfile.TemporaryDirectory() as folder, _throttled(args.throttle) as place:
         options = [_model(option, Path(folder)) for option in args.options] + place
         command = [sys.executable, "-m", "memascend.cli", "bench", args.part, "--json", *options]
@@ -45,10 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         return done.returncode
     models = None if args.part == "pool" else ()  # it alone has the tensors of a model
     code = staleness.digest("workflows.run.bench", models=models)
-    asked = {"part": args.part, "options": args.options} | ({"throttle": args.throttle} if args.throttle else {})
-    if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
-        asked["model"] = named
-    found = {"points_requested": asked, **json.loads(done.stdout)}
+    found = requested(args) | json.loads(done.stdout)
     provenance.write_record(args.out, args.run_id or args.out.stem, "bench", code, found)
     return 0
 

@@ -222,17 +222,27 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
             arm.end()
 
 
+def requested(args: argparse.Namespace) -> dict[str, Any]:
+    """What of a record follows from the command line alone."""
+    return turns_requested(args) | {"points_requested": [list(point(text)) for text in args.points]}
+
+
+def turns_requested(args: argparse.Namespace) -> dict[str, Any]:
+    """As `requested`, of every program in which arms take turns."""
+    fields = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
+    arms = [dict(zip(("system", "arm", "dtype", "environment"), word.split(":"), strict=False)) for word in args.arms]
+    return fields | {"twin": {"k": args.k}, "arms": arms, "time_limit_s": args.time_limit}
+
+
 def write(
     args: argparse.Namespace, program: str, twin: Any, arms: list[Arm], *, committed: bool = True, **fields: Any
 ) -> dict[str, Any]:
     """The record of a run in which arms took turns; `committed`: the model is one of memascend/planner/models."""
     systems, models = sorted({arm.system_name for arm in arms}), [args.model] if committed else []
     code = staleness.digest(f"workflows.run.{program}", systems, models)
-    common = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
-    common |= {
+    common = turns_requested(args) | {
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
         "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
-        "time_limit_s": args.time_limit,
         "environment": children.settings("time"),
     }
     return provenance.write_record(args.out, args.run_id, "step-times", code, common | fields)

@@ -28,7 +28,7 @@ from memascend.planner.step_time import step_time
 from memascend.planner.workload import SwapSizes
 from workflows.paper_models import spec
 from workflows.run import children, provenance
-from workflows.run.interleaved import ARMS, POINT, Arm, rounds, started, write
+from workflows.run.interleaved import ARMS, POINT, Arm, rounds, started, turns_requested, write
 from workflows.run.training import FREE_SPACE_FACTOR, parser, point
 from workflows.run.validation import measured_machine
 
@@ -55,6 +55,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     own["predict"] = {"action": "store_true", "help": "simulate only, and write the modelled record"}
     p = parser(__doc__, "run-id", "model", "k", "device", "matmul", "nvme", "out", **own)
     return p.parse_args(argv)
+
+
+def requested(args: argparse.Namespace) -> dict[str, Any]:
+    """What of a record follows from the command line alone."""
+    return turns_requested(args) | paths_requested(args)
+
+
+def paths_requested(args: argparse.Namespace) -> dict[str, Any]:
+    fields = {"rates": args.rates, "duplex": not args.simplex, "ranks": args.ranks}
+    return fields | {"points_requested": [list(each) for each in points_of(args)]}
 
 
 def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
@@ -131,8 +141,7 @@ def run(args: argparse.Namespace) -> int:
     twin = spec("mlpoffload", args.model).twin(args.k)
     parameters = sum(tensor.numel for tensor in twin.tensors())
     deadline = time.monotonic() + args.time_limit
-    fields: dict[str, Any] = {"rates": args.rates, "duplex": not args.simplex, "ranks": args.ranks}
-    fields |= {"points_requested": [list(each) for each in points_of(args)]}
+    fields = paths_requested(args)
     with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (folders, held, devices):
         args.nvme, args.paths = str(folders[0]), folders
         if args.predict:

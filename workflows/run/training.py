@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -117,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    _write_trace(args.out, outcome)
-    record = _record(args, twin, system, config, outcome)
+    samples = _write_trace(args.out, outcome)
+    record = _record(args, twin, system, config, outcome | {"samples_sha256": samples})
     if record["status"] != "ok":
         print(f"{args.run_id}: {record['status']}: {record.get('reason', 'killed, or out of time')}")
         return 0
@@ -127,6 +128,18 @@ def run(args: argparse.Namespace) -> int:
         f"{record.get('memory', {}).get('host_peak_net_bytes', 0) / MIB:.1f} MiB"
     )
     return 0
+
+
+def requested(args: argparse.Namespace) -> dict[str, Any]:
+    """What of a record follows from the command line alone."""
+    fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)}
+    return fields | {
+        "twin": {"k": args.k},
+        "time_limit_s": args.time_limit,
+        "stacks": [stack(text) for text in args.stacks],
+        "points_requested": [list(point(text)) for text in args.points],
+        "gpus": args.gpus or args.ranks,
+    }
 
 
 def point(text: str) -> tuple[int, int]:
@@ -269,15 +282,12 @@ def _record(
     args: argparse.Namespace, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
 ) -> dict[str, Any]:
     parameters = sum(tensor.numel for tensor in twin.tensors())
-    fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)} | {
+    fields = requested(args) | {
         "status": outcome["status"],
         "parts": system.parts(args.arm),
         "twin": {"k": args.k, "parameters": parameters, "config": twin.hf_config_dict()},
-        "time_limit_s": args.time_limit,
         "wall_s": outcome["wall_s"],
-        "stacks": [stack(text) for text in args.stacks],
-        "points_requested": [list(point(text)) for text in args.points],
-        "gpus": args.gpus or args.ranks,
+        "samples_sha256": outcome["samples_sha256"],
         "environment": children.settings(args.mode),
         "config": json.loads(json.dumps(config).replace(str(Path(args.nvme).absolute()), "NVME")),
     }
@@ -322,8 +332,8 @@ def _summed(results: list[dict[str, Any]], count: str) -> list[int]:
     return [sum(step[count] for step in steps) for steps in zip(*(r["io_steps"] for r in results), strict=True)]
 
 
-def _write_trace(out: Path, outcome: dict[str, Any]) -> None:
-    """All samples, thinned to every 10 ms plus each 10 ms window's largest."""
+def _write_trace(out: Path, outcome: dict[str, Any]) -> str:
+    """All samples, thinned to every 10 ms plus each 10 ms window's largest; the SHA-256 of the file."""
     path = out.with_suffix(".trace.csv")
     rows = account.thin(outcome["samples"], 0.010)
     phases = outcome["results"][0].get("phases", []) if outcome["results"] else []
@@ -333,6 +343,7 @@ def _write_trace(out: Path, outcome: dict[str, Any]) -> None:
         for t, *values in rows:
             name = next((p["name"] for p in phases if p["begin_s"] <= t <= p["end_s"]), "")
             f.write(f"{t - start:.4f},{name},{','.join(str(v) for v in values)}\n")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":
