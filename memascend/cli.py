@@ -16,6 +16,7 @@ from memascend.doctor.command import add_doctor
 from memascend.planner.command import add_plan, count
 from memascend.storage.commands import add_storage
 from memascend.suggestions import did_you_mean
+from memascend.terminal import printable
 from memascend.training.command import add_export, add_generate, add_info, add_train, add_verify
 
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("memascend: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, ImportError) as error:
-        print(f"memascend: error: {' '.join(_told(error).split())}", file=sys.stderr)
+        print(f"memascend: error: {printable(' '.join(_told(error).split()))}", file=sys.stderr)
         return 2
     return int(status)
 

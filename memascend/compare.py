@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from memascend.simulator.side_by_side import StepOf, as_text, rows, step_of_trace
 from memascend.simulator.step_picture import draw
 from memascend.simulator.trace import read_trace
+from memascend.terminal import printable
 
 # Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
 _STREAMED = {"engine": "", "fio": "fio"}
@@ -67,9 +68,10 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
     for path, results in ((options.a, a), (options.b, b)):
         if results.twice:
             many = f"{len(results.twice)} measurements or claims (such as {results.twice[0]!r})"
-            print(f"note: {path}: {many} in more than one file; those of the last are compared", file=sys.stderr)
+            said = printable(f"{path}: {many} in more than one file; those of the last are compared")
+            print(f"note: {said}", file=sys.stderr)
     for note in _other_settings(a, b):
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     found = list(compared(a, b))
     if not found:
         raise ValueError(f"{options.a} and {options.b} have no measurement in common")
@@ -77,7 +79,8 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
         return json.dumps(found, indent=1), 0
     listed = [each for each in found if options.all or "ratio" in each or each["verdict"] == "other verdict"]
     head = [f"A: {options.a}", f"B: {options.b}", ""]
-    return "\n".join([*head, *map(_line, listed), *([""] if listed else []), _summary(found, a, b)]), 0
+    lines = [*head, *map(_line, listed), *([""] if listed else []), _summary(found, a, b)]
+    return "\n".join(map(printable, lines)), 0
 
 
 class Repeats(NamedTuple):
@@ -138,7 +141,7 @@ def _of_artifact(path: Path) -> Iterator[Results]:
     try:
         with zipfile.ZipFile(path) as file:
             manifest = f"{_checked_root(path, file)}/{MANIFEST}"
-            yield _made_as(_parsed(path / manifest, file.read(manifest).decode("utf-8")))
+            yield _made_as(path, _parsed(path / manifest, file.read(manifest).decode("utf-8")))
             for name in sorted(map(PurePosixPath, file.namelist())):
                 inside = name.parts[1:]
                 if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
@@ -149,9 +152,11 @@ def _of_artifact(path: Path) -> Iterator[Results]:
         raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
 
 
-def _made_as(manifest: dict[str, Any]) -> Results:
+def _made_as(path: Path, manifest: dict[str, Any]) -> Results:
     """What two artifacts can differ in before a claim of theirs does, as settings."""
     made = {key: manifest.get(key) for key in ("version", "profile")}
+    if not all(isinstance(value, str) for value in made.values()):
+        raise ValueError(f"{path} is not an artifact: its {MANIFEST} names no version and no profile")
     return Results(repeats={}, claims={}, settings={"artifact": made})
 
 
@@ -162,6 +167,8 @@ def _checked_root(path: Path, artifact: zipfile.ZipFile) -> str:
     for entry, inside in entries.items():
         if inside.is_absolute() or ".." in inside.parts:
             raise ValueError(f"{path} is not compared: its entry {entry} leads out of the artifact")
+        if not entry.isprintable():
+            raise ValueError(f"{path} is not compared: the name of its entry {entry} holds control characters")
     roots = {inside.parts[0] for inside in entries.values()}
     listed = f"{min(roots, default='')}/{SUMS}"
     if len(roots) != 1 or listed not in entries or len(entries) < sum(not e.is_dir() for e in artifact.infolist()):
@@ -231,7 +238,10 @@ def _results_of(path: Path, text: str) -> Results:
         called = str(settings.pop("benchmark", path.stem))
         if settings.pop("registered", False):  # the buffers of `bench nvme`: another way of measuring
             called += ", registered"
-    repeats = dict(_repeats(called, points)) if isinstance(points, list) else {}
+    try:
+        repeats = dict(_repeats(called, points)) if isinstance(points, list) else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not compared: {error}") from None
     return Results(repeats=repeats, claims={}, settings={called: settings} if repeats else {})
 
 
@@ -245,6 +255,8 @@ def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
             for key, name in timed.items():
                 values = point.get(key)
                 if isinstance(values, list) and values and all(isinstance(v, int | float) for v in values):
+                    if odd := [v for v in values if isinstance(v, bool) or not 0 <= v <= sys.float_info.max]:
+                        raise ValueError(f"{called}: {key} holds {str(odd[0])[:20]}, which no time or rate can be")
                     yield " ".join([f"{called}:", *plain, name or ""]).rstrip(), Repeats(values, rate=streamed)
 
 

@@ -193,6 +193,7 @@ CLAIMS = "claim_id,lane,verdict,value\nx,modelled,deviates,1\n"
         ({"records__new.json": "{}"}, "records/new.json was added"),
         ({"..__..__x": "out"}, "root/../../x leads out of the artifact"),
         ({"SHA256SUMS": None}, "must hold one folder with SHA256SUMS"),
+        ({"records__\x1b[2K.json": "{}"}, r"root/records/\x1b[2K.json holds control characters"),
     ],
 )
 def test_an_artifact_that_was_changed_is_not_compared(tmp_path, capsys, later, said):
@@ -205,3 +206,30 @@ def test_an_artifact_that_was_changed_is_not_compared(tmp_path, capsys, later, s
     assert said in error
     assert error.count("\n") == 1
     assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "a.zip")]) == 0
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1.0", "true", "Infinity", "1" + "0" * 400])
+def test_what_is_no_time_is_named_and_not_compared(tmp_path, capsys, value):
+    record(tmp_path / "a", [1.0] * 5)
+    (tmp_path / "b.json").write_text(f'{{"run_id": "r", "points": [{{"arm": "one", "forward_s": [1.0, {value}]}}]}}')
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b.json")]) == 2
+    error = capsys.readouterr().err
+    assert "b.json is not compared: r: forward_s holds " in error
+    assert "which no time or rate can be" in error
+    assert error.count("\n") == 1
+
+
+def test_an_artifact_without_a_version_is_refused(tmp_path, capsys):
+    artifact(tmp_path / "a.zip", {"tables/claims.csv": CLAIMS, "artifact.json": "[1]"})
+    assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "a.zip")]) == 2
+    assert "its artifact.json names no version and no profile" in capsys.readouterr().err
+
+
+def test_names_in_an_artifact_cannot_steer_a_terminal(tmp_path, capsys):
+    for name, verdict in (("a", "deviates"), ("b", "reproduced")):
+        table = f"claim_id,lane,verdict,value\n\x1b[2Kx,modelled,{verdict},1\n"
+        artifact(tmp_path / f"{name}.zip", {"tables/claims.csv": table})
+    assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "b.zip")]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert r"\x1b[2Kx (modelled): A deviates (1), B reproduced (1)" in said

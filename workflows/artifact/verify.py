@@ -35,6 +35,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from memascend.terminal import printable
 from workflows.artifact.given import (
     odd_manifest,
     odd_records,
@@ -398,11 +399,6 @@ def line(good: bool, text: str, wrong: list[str]) -> None:
 
 def note(text: str) -> None:
     print(f"note  {printable(text)}", flush=True)
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would obey: a bundle chooses the names that are in it."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def new_folder(path: Path) -> None:
