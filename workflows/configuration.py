@@ -117,13 +117,16 @@ class Configuration:
 
     def mem_mb(self, run_id: str, attempt: int = 1) -> int:
         """MiB of a run and of what starts it, twice as much where it is tried again; all of a node that it has for
-        itself."""
+        itself. Ends with one line where a node has too little."""
         run = self.run(run_id)
         all_of_it = int(1024 * self.node["memory_gib"]) if self.node else None
+        needed = math.ceil(1024 * (run["needs_gib"] + STARTS_GIB))
+        if all_of_it and needed > all_of_it:
+            gib = f"{run_id} needs about {needed / 1024:.1f} GiB, and a job can ask for {self.node['memory_gib']:g}"
+            fail(f"config: node/memory_gib: {gib}; use larger nodes, or leave out what is drawn from it")
         if run["alone"] and all_of_it:
             return all_of_it
-        needed = math.ceil(1024 * (run["needs_gib"] + STARTS_GIB)) * attempt
-        return min(needed, all_of_it) if all_of_it else needed
+        return min(needed * attempt, all_of_it) if all_of_it else needed * attempt
 
     def runtime(self, run_id: str) -> int:
         """Minutes after which a run hangs: its own limit comes first, so that its time-out is recorded."""

@@ -46,4 +46,6 @@ def checked(document: Any, schema_name: str, where: str) -> Any:
         unknown = next(key for key in error.instance if key not in known)
         hint = did_you_mean(unknown, known) or f"; known keys: {', '.join(known)}"
         fail(f"{where}: {place}: unknown key {unknown!r}{hint}")
+    if error.instance is None and error.validator == "type":
+        fail(f"{where}: {place}: it has no value; give it one, or leave it out")
     fail(f"{where}: {place}: {error.message}")

@@ -52,6 +52,12 @@ def test_a_timed_run_has_a_node_for_itself_and_a_memory_run_a_part_of_one(monkey
     assert asked(here, "mem_mb", SHARED, attempt=99) == 60 * 1024
 
 
+def test_a_node_with_too_little_memory_for_a_run_is_one_line(monkeypatch) -> None:
+    here = known(monkeypatch, node=NODE | {"memory_gib": 2})
+    with pytest.raises(SystemExit, match=rf"node/memory_gib: {SHARED} needs about .* a job can ask for 2;"):
+        asked(here, "mem_mb", SHARED, attempt=1)
+
+
 def test_arms_that_take_turns_are_in_memory_together(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
     arms, single = "times-qwen2.5-7b-smoke", "train-qwen2.5-7b-k64-fp16-memascend"
