@@ -51,7 +51,8 @@ class Experiments:
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
         for run in mine.get("validation", []):
             limit = run["time_limit_s"]
-            found[run["run_id"]] = resolved("validation", "", [], time_limit_s=limit, allowed_s=limit, needs_gib=4.0)
+            more = {name: run[name] for name in ("systems", "models")} | {"time_limit_s": limit, "allowed_s": limit}
+            found[run["run_id"]] = resolved("validation", "", [], needs_gib=4.0, **more)
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from memascend import cli
-from workflows import registry, tidy
+from workflows import registry, staleness, tidy
 from workflows.configuration import Configuration
+from workflows.run import validation
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = yaml.safe_load((ROOT / "workflows/config/experiments.yaml").read_text())
@@ -141,3 +142,12 @@ def test_the_simulator_s_validation_is_a_run_of_paper_with_its_limit_and_of_no_o
     assert smoke.simulator == []
     with pytest.raises(SystemExit, match=r"profile smoke does not measure .*: --config profile=paper"):
         smoke.no_simulator()
+
+
+def test_what_validates_the_simulator_is_measured_again_when_one_of_its_systems_changes(monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    paper = Configuration(registry.read(ROOT / "workflows/config/config.yaml") | {"profile": "paper"}, [])
+    (record,) = paper.simulator
+    systems = sorted({system for system, _ in validation.RUNS})
+    code = staleness.digest("workflows.run.validation", systems, [validation.MODEL])
+    assert paper.measured_by(Path(record).stem) == code
