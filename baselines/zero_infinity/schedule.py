@@ -7,13 +7,15 @@
 
 Forward and backward are "overlap-centric" (section 5 of its paper): while the GPU works on one piece, the next is on
 its way, as far as the parameter pool has buffers. Then everything stops for the overflow check, a chain of whole-buffer
-operations; and the optimizer goes through its sub-groups one by one, reading, updating and writing in turn.
+operations; and the optimizer goes through its sub-groups one by one, reading, updating and writing in turn. Where the
+device is a CPU, the thread that waits is the one that computes: `memascend.baselines.protocol.on_cpu`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memascend.baselines.protocol import on_cpu
 from memascend.baselines.protocol.schedules import (
     backward,
     forward,
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 
 def schedule(step: Step) -> None:
     parts = step.work.arrangement
-    done = forward(step)
-    done = backward(step, after=done, arrived=gradients_to_ssd(step) if parts.swaps_gradients else None)
+    if on_cpu.hooks_wait(step):
+        done = on_cpu.passes(step)
+    else:
+        done = forward(step)
+        done = backward(step, after=done, arrived=gradients_to_ssd(step) if parts.swaps_gradients else None)
     done = overflow_check(step, after=done, chain=parts.overflow == "chain")
     swapping_optimizer(step, after=done)

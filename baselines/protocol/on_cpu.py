@@ -1,0 +1,343 @@
+"""Forward and backward pass of DeepSpeed's ZeRO-3 with weights on the SSD, where the device is a CPU.
+
+A GPU works on what the host has queued while the host waits for a read. On a CPU the training's thread computes, so
+that nothing is computed while it waits, and what overlaps is decided by DeepSpeed's hook before each module
+(`PartitionedParameterCoordinator.fetch_sub_module`). It does three things, in this order:
+
+    1. give back the weights that the module before has done with, and wait for every read under way: what has been read
+       is gathered at once, modules before it is used
+    2. begin to read the next weights in the order of use, as many as there are buffers for
+    3. let the module compute
+
+A read therefore runs beside one module, that between two hooks, and the pool says beside which. A uniform buffer comes
+back when a module is done, so that the next read runs beside the module that follows, often one without products.
+In the adaptive pool a weight's buffer is free as soon as it has been gathered, at the hook of its own module, and the
+matrix in its place in the next block is read beside it. Backward keeps a block's weights from recomputation on; those
+of the last block and of the output are kept since forward.
+
+Gradients collect in a bucket. A full one goes through the optimizer's swap buffers, and where those are full as well
+the thread waits until all in them is written (`AsyncTensorSwapper._make_swap_space`). What the last one holds is
+written when the optimizer begins, and counted with the others.
+
+What decides is of the configuration alone: buffers of the pool and of the optimizer, size of the bucket and of the
+sub-groups. The prefetch bucket does not bind: one weight at least is gathered at each hook.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from memascend.planner.pieces import EMBEDDING, OUTPUT
+from memascend.planner.workload import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from memascend.planner.step import Step
+    from memascend.planner.tensors import TensorSpec
+    from memascend.planner.workload import Workload
+
+FORWARD, BACKWARD = "forward", "backward"
+BLOCK, AGAIN = "block", "again"
+
+
+def hooks_wait(step: Step) -> bool:
+    """Whether a step is one of these. Experts are visited as tokens choose: of a mixture nothing is known here."""
+    return step.work.on_cpu and step.work.swaps and not step.work.spec.experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """What is computed between two hooks.
+
+    `part`: whose products are its: a block's, those of a block that is computed `again`, the output's, the embedding's;
+    of these a `share`. `weight`: name of its matrix, which may wait on the SSD; `keeps` it for a later pass. `trained`:
+    elements whose gradients are there after it.
+    """
+
+    name: str
+    phase: str
+    part: str = ""
+    share: float = 0.0
+    weight: str = ""
+    keeps: bool = False
+    trained: int = 0
+
+
+def passes(step: Step) -> str:
+    """Both passes of a step; returns the task after which the optimizer begins."""
+    thread = _Thread(step)
+    for module in modules(step.work):
+        thread.enter(module)
+    return thread.end()
+
+
+# -- the order of work -------------------------------------------------------------------------------------------------
+
+
+def modules(work: Workload) -> Iterator[Module]:
+    """Modules in the order of their hooks."""
+    spec, again = work.spec, work.stack.checkpoints
+    blocks = [[tensor for tensor in spec.tensors() if tensor.block == block] for block in range(spec.layers)]
+    outside = [tensor for tensor in spec.tensors() if tensor.block is None]
+    first, output = outside[0], outside[0] if spec.tied else outside[-1]
+    yield Module(name=EMBEDDING, phase=FORWARD, weight=first.name)
+    for block in blocks:
+        for module in _of_block(work, block):
+            yield replace(module, phase=FORWARD, keeps=block is blocks[-1])
+    yield Module(name="last norm", phase=FORWARD)
+    yield Module(name=OUTPUT, phase=FORWARD, part=OUTPUT, weight=output.name, keeps=True)
+    rest = sum(tensor.numel for tensor in outside if tensor not in (first, output))
+    trained = rest + (0 if spec.tied else output.numel)
+    yield Module(name=OUTPUT, phase=BACKWARD, part=OUTPUT, weight=output.name, trained=trained)
+    for block in reversed(blocks):
+        there = _of_block(work, block)
+        if again:
+            yield from (
+                replace(module, name=f"{module.name}, again", phase=BACKWARD, part=AGAIN, keeps=True)
+                for module in there
+            )
+        small = sum(tensor.numel for tensor in block if not tensor.is_matrix)
+        numels = {tensor.name: tensor.numel for tensor in block}
+        for module in reversed(there):
+            trained = numels.get(module.weight, 0) + (small if module is there[0] else 0)
+            yield replace(module, phase=BACKWARD, trained=trained)
+    yield Module(name=EMBEDDING, phase=BACKWARD, part=EMBEDDING, weight=first.name, trained=first.numel)
+
+
+def _of_block(work: Workload, tensors: list[TensorSpec]) -> list[Module]:
+    """A block's modules in forward: norm, attention, norm, MLP. Attention itself is computed after the last matrix but
+    one of its part, before the output projection; an activation follows the first matrix of the MLP."""
+    spec, label = work.spec, f"block {tensors[0].block}"
+    matrices = [tensor for tensor in tensors if tensor.is_matrix]
+    attention = [tensor for tensor in matrices if ".mlp." not in tensor.name]
+    mlp = [tensor for tensor in matrices if ".mlp." in tensor.name]
+    scores = work.context * spec.heads * spec.head_dim  # multiplications a token beside those of the weights
+    whole = sum(tensor.numel for tensor in matrices) + scores
+
+    def module(tensor: TensorSpec, more: int = 0) -> Module:
+        name = f"{label}: {tensor.name.split('.')[-2]}"
+        return Module(name=name, phase=FORWARD, part=BLOCK, share=(tensor.numel + more) / whole, weight=tensor.name)
+
+    def other(name: str) -> Module:
+        return Module(name=f"{label}: {name}", phase=FORWARD, part=BLOCK)
+
+    found = [other("block"), other("first norm"), other("attention")]
+    before_last = attention[-2:][:1]
+    found += [module(tensor, scores if tensor in before_last else 0) for tensor in attention]
+    found += [other("second norm"), other("MLP")]
+    found += [module(tensor) for tensor in mlp[:1]] + [other("activation")] + [module(tensor) for tensor in mlp[1:]]
+    return found
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+class _Thread:
+    """Plays the hooks; nothing that they decide depends on how long anything takes."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.work = step, step.work
+        least = self.work.swap_threshold_bytes / ELEMENT_BYTES[self.work.dtype]
+        self.numels = {
+            tensor.name: tensor.numel
+            for tensor in self.work.spec.tensors()
+            if -(-tensor.numel // self.work.ranks) >= least
+        }
+        self.buffers = _Buffers(self.work, list(self.numels.values()))
+        self.queue = self._in_order_of_use()
+        self.there: set[str] = set()  # weights that were read, until they are given back
+        self.under_way: list[str] = []  # reads that the next hook waits for
+        self.done_with: list[str] = []  # weights that the next hook gives back
+        self.number = 0
+        self.last_read = self.last = ""
+        self.gradients = _Gradients(step)
+
+    def _in_order_of_use(self) -> list[str]:
+        """Weights as they have to be read: what is kept is not read again."""
+        order, there = [], set[str]()
+        for module in modules(self.work):
+            if module.weight in self.numels:
+                if module.weight not in there:
+                    order.append(module.weight)
+                there.add(module.weight)
+                if not module.keeps:
+                    there.discard(module.weight)
+        return order[::-1]
+
+    def enter(self, module: Module) -> None:
+        phase, step = module.phase, self.step
+        weight = module.weight if module.weight in self.numels else ""
+        for name in self.done_with:
+            self.buffers.give(name)
+            self.there.discard(name)
+        waits = [*self.under_way, *self.gradients.awaited()]
+        self.under_way, self.done_with = [], []
+        self.number += 1
+        begin = step.add(f"{phase}, hook {self.number}", phase, after=(self.last, *waits))
+        if weight and weight not in self.there:  # nobody has read it ahead
+            assert self.queue[-1] == weight, f"{weight} is used, {self.queue[-1]} is next"
+            self._read(phase, begin, by_force=True)
+            begin = step.add(f"{phase}, hook {self.number}: goes on", phase, after=self.under_way)
+            self.under_way = []
+        self.buffers.gathered(weight)
+        for _ in range(self.buffers.free):
+            if not self._read(phase, begin):
+                break
+        self.last = begin
+        if flops := self._flops(module):
+            self.last = step.add(f"{phase}: {module.name}", phase, {"gpu0": flops}, after=(begin,))
+        if weight and not module.keeps:
+            self.done_with.append(weight)
+        if phase == BACKWARD:
+            self.gradients.add(module.trained, self.last)
+
+    def _read(self, phase: str, begin: str, *, by_force: bool = False) -> bool:
+        """Begin to read the next weight; False where there is none, or no buffer for it."""
+        if not self.queue or not (self.buffers.take(self.queue[-1], self.numels[self.queue[-1]]) or by_force):
+            return False
+        name, work = self.queue.pop(), self.work
+        self.there.add(name)
+        nbytes = work.accumulation * work.ranks * -(-self.numels[name] // work.ranks) * ELEMENT_BYTES[work.dtype]
+        self.last_read = self.step.add(
+            f"{phase}, hook {self.number}: read {name}",
+            phase,
+            {"ssd.read": nbytes},
+            after=(begin, self.last_read),
+        )
+        self.under_way.append(self.last_read)
+        return True
+
+    def _flops(self, module: Module) -> float:
+        step, pieces = self.step, self.step.pieces
+        if module.part == OUTPUT:
+            return step.products(module.phase, pieces[-1])
+        if module.part == EMBEDDING:  # sums
+            return float(self.work.accumulation * self.work.batch * self.work.context * self.work.spec.hidden)
+        if not module.part:
+            return 0.0
+        one = sum(step.products(FORWARD, piece) for piece in pieces[1:-1])
+        both = sum(step.products(module.phase, piece) for piece in pieces[1:-1])
+        whole = one if module.phase == FORWARD or module.part == AGAIN else both
+        if module.phase == BACKWARD and module.part == BLOCK and self.work.stack.checkpoints:
+            whole = both - one
+        return module.share * whole / self.work.spec.layers
+
+    def end(self) -> str:
+        """The thread's own waits are in the products before; the optimizer begins when all gradients are written."""
+        step = self.step
+        if waits := self.gradients.flush(self.last):
+            last = float(self.work.batch * self.work.context)  # the loop over the parameters goes on after the wait
+            self.last = step.add(f"{BACKWARD}: last gradients", BACKWARD, {"gpu0": last}, after=(self.last, *waits))
+        return step.add(f"end of {BACKWARD}", BACKWARD, after=(self.last, *self.gradients.rest(self.last)))
+
+
+class _Buffers:
+    """The parameter pool's: uniform, or of the adaptive pool by size."""
+
+    def __init__(self, work: Workload, numels: Iterable[int]) -> None:
+        parts, flight = work.streamed(), work.blocks_in_flight
+        self.held: dict[str, int] = {}
+        self.idle: set[str] = set()  # of these: gathered
+        self.sizes: dict[int, int] | None = None
+        self.count = work.sizes.pool_buffers or parts.monolithic_count(flight)
+        if work.arrangement.pool == "adaptive":
+            most: Counter[int] = Counter()
+            for block in parts.blocks:
+                most |= Counter(block)
+            self.sizes = {numel: flight * times for numel, times in most.items()}
+            for numel in parts.outside:
+                self.sizes[numel] = self.sizes.get(numel, 0) + 1
+            self.count = sum(self.sizes.values())
+        self.ranks = work.ranks
+
+    @property
+    def free(self) -> int:
+        return max(0, self.count - len(self.held))
+
+    def take(self, name: str, numel: int) -> bool:
+        numel = -(-numel // self.ranks)
+        if name in self.held:
+            return False
+        if self.sizes is None:
+            if not self.free:
+                return False
+        else:
+            mine = [each for each, size in self.held.items() if size == numel]
+            if len(mine) >= self.sizes[numel]:
+                if (idle := next((each for each in mine if each in self.idle), None)) is None:
+                    return False
+                self.give(idle)
+        self.held[name] = numel
+        return True
+
+    def gathered(self, name: str) -> None:
+        if name in self.held:
+            self.idle.add(name)
+
+    def give(self, name: str) -> None:
+        self.held.pop(name, None)
+        self.idle.discard(name)
+
+
+class _Gradients:
+    """Bucket and swap buffers on the way to the SSD; nothing where the gradients stay in memory."""
+
+    def __init__(self, step: Step) -> None:
+        from memascend.planner.gpu_memory import REDUCE_BUCKET  # which imports torch
+
+        self.step, work = step, step.work
+        self.each = step.swapped_states_bytes / work.spec.parameters if work.arrangement.swaps_gradients else 0.0
+        self.bucket_size = max(1, min(int(REDUCE_BUCKET) // work.spec.k**2, work.spec.parameters))
+        self.room = work.ranks * max(map(sum, work.sub_groups())) * step.state_bytes
+        self.free = work.optimizer_buffers
+        self.bucket: list[int] = []
+        self.filled = 0.0
+        self.writes: list[str] = []  # since the last time that all were waited for
+        self.waits: list[str] = []  # that the thread has to wait for
+        self.number = 0
+        self.last_write = ""
+
+    def add(self, numel: int, after: str) -> None:
+        if not (self.each and numel):
+            return
+        if self.bucket and sum(self.bucket) + numel > self.bucket_size:
+            self._empty(after)
+        self.bucket.append(numel)
+
+    def awaited(self) -> list[str]:
+        """What the thread waits for before it goes on."""
+        waits, self.waits = self.waits, []
+        return waits
+
+    def flush(self, after: str) -> list[str]:
+        """The last bucket; returns what the thread waits for."""
+        self._empty(after)
+        return self.awaited()
+
+    def rest(self, after: str) -> list[str]:
+        """All writes, that of the buffer that is not full included."""
+        self._write(after)
+        return [self.last_write] if self.last_write else []
+
+    def _empty(self, after: str) -> None:
+        bucket, self.bucket = self.bucket, []
+        for numel in bucket:
+            nbytes = numel * self.each
+            if self.filled and self.filled + nbytes > self.room:
+                self._write(after)
+                self.free -= 1
+                if self.free <= 0:
+                    self.waits, self.writes = [*self.waits, *self.writes], []
+                    self.free = self.step.work.optimizer_buffers
+            self.filled += nbytes
+
+    def _write(self, after: str) -> None:
+        if self.filled:
+            self.number += 1
+            before = (after, self.last_write, *self.waits)
+            name = f"write gradients {self.number}"
+            self.last_write = self.step.add(name, BACKWARD, {"ssd.write": self.filled}, after=before)
+            self.writes.append(self.last_write)
+            self.filled = 0.0

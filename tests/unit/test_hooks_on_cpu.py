@@ -1,0 +1,97 @@
+"""DeepSpeed's passes where the device is a CPU: what each read runs beside, and when the thread waits for gradients.
+
+The expected values are of real steps: bytes of traces of Llama3.2-1B's twin (k = 4) in `results/reference/
+epyc-genoa-2core`, and the order in which hooks of DeepSpeed 0.19.8 submitted reads, logged in such a run.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from memascend.baselines.protocol import on_cpu
+from memascend.planner import model_spec
+from memascend.planner.step import Step, step_of
+from memascend.planner.workload import SwapSizes, Workload
+
+TWIN = model_spec("llama3.2-1b").twin(4)
+MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def work(system: str, **others) -> Workload:
+    said = {"spec": TWIN, "system": system, "dtype": "bf16", "batch": 1, "context": 32, "device": "cpu"}
+    return Workload(**said | others)
+
+
+def served(step: Step, resource: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for task in step.tasks:
+        if resource in task.needs:
+            found[task.phase] = found.get(task.phase, 0) + round(task.needs[resource])
+    return found
+
+
+def beside(step: Step, phase: str, block: int) -> list[str]:
+    """Of each matrix of the block, in the order of reads, the module that is computed while it is read."""
+    products = {task.after[0]: task.name for task in step.tasks if "gpu0" in task.needs}
+    reads = [task for task in step.tasks if task.phase == phase and f"read model.layers.{block}." in task.name]
+    return [products.get(task.after[0], "").removeprefix(f"{phase}: ") for task in reads]
+
+
+@pytest.mark.parametrize(
+    ("system", "forward", "backward"),
+    [("zero_infinity", 187_826_176, 146_341_888), ("memascend", 187_301_888, 146_866_176)],
+)
+def test_each_phase_reads_what_it_read_in_a_real_step_to_the_byte(system, forward, backward):
+    assert served(step_of(work(system)), "ssd.read") | {"optimizer": 0} == {
+        "forward": forward,
+        "backward": backward,
+        "optimizer": 0,
+    }
+
+
+def test_with_uniform_buffers_a_read_runs_beside_the_module_after_the_one_that_freed_its_buffer():
+    step = step_of(work("zero_infinity"))
+    small = ["block 7: down_proj", "", "block 8: k_proj", "block 8: v_proj"]
+    assert beside(step, "forward", 9) == [*small, "block 8: o_proj", "", ""]  # norm and activation: no products
+    small = ["block 11: q_proj", "", "block 10: up_proj", ""]
+    assert beside(step, "backward", 9) == [*small, "", "block 10: v_proj", "block 10: k_proj"]
+
+
+def test_with_the_adaptive_pool_a_read_runs_beside_the_same_matrix_of_the_block_before():
+    step = step_of(work("memascend"))
+    assert beside(step, "forward", 9) == [f"block 8: {matrix}" for matrix in MATRICES]
+    assert beside(step, "backward", 9) == [f"block 10: {matrix}, again" for matrix in MATRICES]
+
+
+@pytest.mark.parametrize(("buffers", "waits"), [(4, True), (5, False)])
+def test_the_thread_waits_for_gradients_where_they_fill_all_swap_buffers(buffers, waits):
+    step = step_of(work("memascend", sizes=SwapSizes(optimizer_buffers=buffers)))
+    last = [task for task in step.tasks if "last gradients" in task.name]
+    assert bool(last) == waits
+    if waits:  # the embedding's come when the blocks' are in the buffers
+        assert {name for name in last[0].after if "write" in name} == {f"write gradients {n}" for n in (1, 2, 3, 4)}
+    norms = 4 * sum(tensor.numel for tensor in TWIN.tensors() if not tensor.is_matrix)  # they stay in memory
+    embedding = 4 * next(iter(TWIN.tensors())).numel  # written when the optimizer begins
+    assert served(step, "ssd.write")["backward"] - norms - embedding == 243_269_632  # as in a real step
+
+
+def test_gradients_leave_by_buckets():
+    first = [task for task in step_of(work("zero_infinity")).tasks if task.name == "write gradients 1"]
+    assert first[0].after == ("backward: block 7: down_proj",)  # 31 of 77 million elements are nine blocks and a bit
+
+
+def test_a_step_for_a_gpu_a_mixture_and_states_in_memory_are_not_of_this_kind():
+    on_gpu = [replace(work("zero_infinity"), device=device) for device in (None, "cuda")]
+    mixture = replace(work("zero_infinity"), spec=model_spec("qwen3-30b-a3b").twin(8))
+    for each in (*on_gpu, mixture, work("zero_offload")):
+        assert not on_cpu.hooks_wait(Step(each)), each
+        assert not [task for task in step_of(each).tasks if "hook" in task.name]
+
+
+@pytest.mark.parametrize("changes", [{"ranks": 2}, {"accumulation": 3}, {"blocks_in_flight": 2}])
+@pytest.mark.parametrize("system", ["zero_infinity", "memascend"])
+def test_every_weight_is_read_whatever_is_configured(system, changes):
+    one = sum(served(step_of(work(system)), "ssd.read")[phase] for phase in ("forward", "backward"))
+    step = step_of(work(system, **changes))
+    read = served(step, "ssd.read")
+    assert read["forward"] + read["backward"] == one * changes.get("accumulation", 1)
