@@ -79,3 +79,44 @@ def test_a_slower_drive_and_slower_products_make_what_waits_for_them_last_longer
     longer = validation.thread_seconds(validation.simulated(FOUND, run, point, "faster", products))
     assert longer["backward"] > 3 * faster["backward"]
     assert longer["forward"] == pytest.approx(faster["forward"], rel=0.2)
+
+
+def judged_once(tmp_path: Path) -> Path:
+    """A record in which every simulated phase is off by a quarter."""
+    rows = []
+    for run in validation.RUNS:
+        for point in validation.POINTS:
+            for drive in validation.drives_of(run):
+                made = validation.thread_seconds(validation.simulated(FOUND, run, point, drive, HOST))
+                rows += [
+                    validation._named(run, point) | {"drive": drive, "phase": phase, "measured_s": seconds / 1.25}
+                    for phase, seconds in made.items()
+                ]
+    hosts = [validation._named(run, point) | HOST for run in validation.RUNS for point in validation.POINTS]
+    when = {"commit": "abc", "dirty": False, "started_at": "2026-01-01T00:00:00Z"}
+    record = tmp_path / "old.json"
+    record.write_text(json.dumps({"rates": FOUND, "host_s": hosts, "rows": rows} | when))
+    return record
+
+
+def test_a_record_is_judged_again_by_what_it_measured_and_says_when_that_was(tmp_path):
+    again = validation.judge_again(judged_once(tmp_path))
+    assert again["measured"] == {"commit": "abc", "dirty": False, "started_at": "2026-01-01T00:00:00Z"}
+    assert [row["error_percent"] for row in again["rows"]] == pytest.approx([25.0] * len(again["rows"]))
+    twice = tmp_path / "twice.json"
+    twice.write_text(json.dumps(again | {"commit": "def", "dirty": True, "started_at": "2026-02-02T00:00:00Z"}))
+    assert validation.judge_again(twice) == again
+
+
+def test_what_is_no_such_record_or_lacks_a_phase_is_refused_in_one_line(tmp_path):
+    (tmp_path / "other.json").write_text('{"kind": "bench"}')
+    with pytest.raises(ValueError, match=r"other.json: not a record of this program"):
+        validation.judge_again(tmp_path / "other.json")
+    record = judged_once(tmp_path)
+    less = json.loads(record.read_text())
+    less["rows"] = [row for row in less["rows"] if row["phase"] != "backward"]
+    record.write_text(json.dumps(less))
+    with pytest.raises(ValueError, match=r"has no backward of zero_infinity-as_published, k = 8, faster"):
+        validation.judge_again(record)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        validation.main(["--out", str(tmp_path / "x.json"), "--record", str(record), "--folder", str(tmp_path)])

@@ -6,7 +6,8 @@ the same system trains a quarter and half of the blocks of each size (fewer fit 
 more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
 block's seconds (its slope) and those of what lies outside the blocks. Memory, copies and AdamW are micro-benchmarks. No
 judged step gives a rate. It takes an hour, in which the machine has to be free of other work. With `--folder` the
-traces are kept, and what is there is not measured again.
+traces are kept, and what is there is not measured again. `--record` judges what a record measured once more, by the
+simulator as it is now.
 
 A phase is the time that the training's thread spends in it. A simulated one therefore ends with its last products, and
 the last with the step: transfers go on beside the next phase. A phase that is not simulated (the update of a system
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -27,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-id", default="", metavar="ID", help="id of the run (default: the name of --out)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder that keeps rates and traces")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="record to judge again: nothing is measured")
     args = parser.parse_args(argv)
+    if args.record and args.folder:
+        raise ValueError("--record measures nothing, and --folder keeps what is measured: leave one of them out")
+    if args.record:
+        ready(args.out.parent, "--out")
+        return _written(args.out, args.run_id, judge_again(args.record))
     if MALLOC.items() - os.environ.items():  # the benchmarks allocate as the trainings do
         os.execve(
             sys.executable, [sys.executable, "-m", "workflows.run.validation", *sys.argv[1:]], os.environ | MALLOC
@@ -98,8 +106,12 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         measure(folder.absolute())
         found = judge(folder)
+    return _written(args.out, args.run_id, found)
+
+
+def _written(out: Path, run_id: str, found: dict[str, Any]) -> int:
     code = staleness.digest("workflows.run.validation", sorted({system for system, _ in RUNS}), [MODEL])
-    provenance.write_record(args.out, args.run_id or args.out.stem, "simulation-validation", code, found)
+    provenance.write_record(out, run_id or out.stem, "simulation-validation", code, found)
     print(as_text(found))
     return 0
 
@@ -311,11 +323,44 @@ def judge(folder: Path) -> dict[str, Any]:
     """Simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
     hosts = {(run, point): host_seconds(folder, run, point) for run in RUNS for point in POINTS}
+    return _judged(found, hosts, functools.partial(seconds_of, folder))
+
+
+def judge_again(record: Path) -> dict[str, Any]:
+    """The same of what a record says was measured; `measured` says when that was. ValueError for another record."""
+    try:
+        read = json.loads(record.read_text())
+        hosts = {_run_and_point(each): {phase: each[phase] for phase in PHASES} for each in read["host_s"]}
+        kept = {(*_run_and_point(row), row["drive"], row["phase"]): row["measured_s"] for row in read["rows"]}
+        when = read.get("measured") or {name: read[name] for name in ("commit", "dirty", "started_at")}
+        found = {name: value for name, value in read["rates"].items() if name != "points"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{record}: not a record of this program ({type(error).__name__}: {error})") from None
+
+    def measured(run: Run, point: Point, drive: str, phases: Collection[str]) -> dict[str, float]:
+        lacking = [phase for phase in phases if (run, point, drive, phase) not in kept]
+        if lacking:
+            name = f"{'-'.join(run)}, k = {point[0]}, {drive}"
+            raise ValueError(f"{record} has no {lacking[0]} of {name}, which is simulated now: measure it again")
+        return {phase: kept[run, point, drive, phase] for phase in (*phases, "step")}
+
+    return _judged(found, hosts, measured) | {"measured": when}
+
+
+def _run_and_point(row: dict[str, Any]) -> tuple[Run, Point]:
+    return (row["system"], row["arm"]), (row["k"], row["context"], row["batch"])
+
+
+def _judged(
+    found: dict[str, Any],
+    hosts: dict[tuple[Run, Point], dict[str, dict[str, float]]],
+    measured: Callable[[Run, Point, str, Collection[str]], dict[str, float]],
+) -> dict[str, Any]:
     rows = [
         row
         for (run, point), host in hosts.items()
         for drive in drives_of(run)
-        for row in _rows(folder, found, run, point, drive, host)
+        for row in _rows(measured, found, run, point, drive, host)
     ]
     plain = ("mlp_offload", "zero3")  # whose forward pass is PyTorch's and DeepSpeed's alone
     found["points"] = [
@@ -340,18 +385,23 @@ def _named(run: Run, point: Point) -> dict[str, Any]:
 
 
 def _rows(
-    folder: Path, found: dict[str, Any], run: Run, point: Point, drive: str, host: dict[str, dict[str, float]]
+    measured: Callable[[Run, Point, str, Collection[str]], dict[str, float]],
+    found: dict[str, Any],
+    run: Run,
+    point: Point,
+    drive: str,
+    host: dict[str, dict[str, float]],
 ) -> Iterator[dict[str, Any]]:
     said = thread_seconds(simulated(found, run, point, drive, host))
-    measured = seconds_of(folder, run, point, drive, [phase for phase in said if phase != "step"])
+    took = measured(run, point, drive, [phase for phase in said if phase != "step"])
     for phase, seconds in said.items():
         yield {
             **_named(run, point),
             "drive": drive,
             "phase": phase,
             "simulated_s": seconds,
-            "measured_s": measured[phase],
-            "error_percent": 100 * (seconds / measured[phase] - 1),
+            "measured_s": took[phase],
+            "error_percent": 100 * (seconds / took[phase] - 1),
         }
 
 
