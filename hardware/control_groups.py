@@ -17,6 +17,7 @@ MOUNTS = Path("/proc/self/mounts")
 MINE = Path("/proc/self/cgroup")
 # Controller -> its folder with version 1, and a file that is there where it can limit.
 _V1 = {"io": ("blkio", "blkio.throttle.read_bps_device"), "cpu": ("cpu", "cpu.cfs_quota_us")}
+_V1["memory"] = ("memory", "memory.limit_in_bytes")
 _CPU_PERIOD_US = 10_000
 LEAST_CPU_SHARE = 1_000 / _CPU_PERIOD_US  # the kernel takes no quota below a millisecond
 
@@ -27,7 +28,7 @@ class CannotThrottleError(OSError):
 
 @dataclass(frozen=True)
 class Controller:
-    """``io`` or ``cpu``: the root of its hierarchy, and the version of control groups."""
+    """``io``, ``cpu`` or ``memory``: the root of its hierarchy, and the version of control groups."""
 
     name: str
     root: Path
@@ -59,7 +60,7 @@ def group_of(controller: Controller) -> Iterator[Path]:
     inner = before == group
     try:
         if controller.version == 2:
-            _enable(controller)
+            enable(controller)
         if not inner:
             with contextlib.suppress(FileNotFoundError):
                 group.rmdir()  # of a process with this id that was killed
@@ -135,8 +136,8 @@ def _before(controller: Controller) -> Path:
     return controller.root
 
 
-def _enable(controller: Controller) -> None:
-    """For groups below the root."""
+def enable(controller: Controller) -> None:
+    """Of version 2, for groups below the root: not every init does so."""
     enabled = controller.root / "cgroup.subtree_control"
     if controller.name not in enabled.read_text().split():
         enabled.write_text(f"+{controller.name}")

@@ -9,22 +9,23 @@ import time
 import uuid
 from pathlib import Path
 
+from hardware.control_groups import MINE, V1_ROOTS, enable, find_controller
+
 _FILES = {1: ("memory.limit_in_bytes", "memory.max_usage_in_bytes"), 2: ("memory.max", "memory.peak")}
 
 
 class MemoryGroup:
-    """A new group below this process's; `remove` it. `limit_bytes` counts anonymous memory and page cache together, of
-    all processes in the group; the kernel takes page cache back first."""
+    """A new group, with version 1 below this process's; `remove` it. `limit_bytes` counts anonymous memory and page
+    cache together, of all processes in the group; the kernel takes page cache back first."""
 
     def __init__(self, limit_bytes: int) -> None:
-        """Raises OSError where none can be made: that takes root, or a group that was handed over."""
-        version, place = 2, Path("/sys/fs/cgroup")
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):
-                version, place = 1, Path("/sys/fs/cgroup/memory") / path.lstrip("/")
-                break
-        self._limit, self._peak = _FILES[version]
+        """Raises OSError where none can be made: that takes root, or with version 1 a group that was handed over."""
+        place = _mine_of_version_1()
+        if place is None:
+            controller = find_controller("memory")
+            enable(controller)
+            place = controller.root
+        self._limit, self._peak = _FILES[1 if (place / _FILES[1][0]).exists() else 2]
         self.folder = place / f"memascend-{uuid.uuid4().hex}"
         self.folder.mkdir()
         try:
@@ -63,3 +64,12 @@ class MemoryGroup:
                 return
             except OSError:
                 time.sleep(0.02)
+
+
+def _mine_of_version_1() -> Path | None:
+    """Folder of the group that counts this process's memory; None where version 1 does not."""
+    for line in MINE.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return V1_ROOTS / "memory" / path.lstrip("/")
+    return None

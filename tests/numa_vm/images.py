@@ -25,14 +25,15 @@ from pathlib import Path
 # Weighted interleaving of pages came with 6.9, the `auto` weights that are read where they exist with 6.16.
 LEAST_KERNEL = (6, 9)
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-# What the guest needs to see the host's files under a layer of its own; their dependencies are found in the files.
-MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
+# What the guest needs to see the host's files under a layer of its own, and for a file system on a loop device; their
+# dependencies are found in the files.
+MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "loop", "crc32c_generic", "ext4")
 # And what makes memory of CXL cards, where the kernel's line asks for it.
 CARD_MODULES = ("cxl_acpi", "cxl_pci", "cxl_mem", "device_dax", "kmem", "dax_cxl")
 CARDS_WANTED = "memascend.cards=1"
 QEMU = "qemu-system-x86_64"
 LEAST_QEMU = (8, 2)  # cards of volatile memory came with 8.1
-FORMAT = 2  # of what is kept; another number makes it anew
+FORMAT = 3  # of what is kept; another number makes it anew
 MAKE = "make numa-guest"
 # Of apt: `Inst NAME (VERSION ORIGIN)`, or with the version that is installed in brackets before it.
 _INSTALLED = re.compile(r"^Inst (\S+)(?: \[\S+\])? \((\S+)", re.MULTILINE)

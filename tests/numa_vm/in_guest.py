@@ -88,7 +88,7 @@ class Guest:
         with tempfile.TemporaryDirectory(prefix="memascend-guest-") as name:
             out = Path(name)
             environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | {
-                "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+                "PATH": f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
                 "HOME": "/tmp",
                 "OMP_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
