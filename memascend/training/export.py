@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,10 +51,10 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_chec
     with contextlib.ExitStack() as ends:
         if not from_checkpoint:
             _hold(folder, ends)
-        shutil.rmtree(partial, ignore_errors=True)
+        begun = False
         try:
-            partial.mkdir(parents=True)
-            (partial / _MARK).touch()
+            ends.enter_context(_begun(partial, target))
+            begun = True
             if from_checkpoint:
                 step = _write_checkpoint(folder, partial, shard_bytes)
             else:
@@ -68,7 +69,8 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_chec
             (target / _MARK).unlink()
             sync(target.parent)
         except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if begun:
+                shutil.rmtree(partial, ignore_errors=True)
             remove_empty(made)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise ValueError(
@@ -91,6 +93,29 @@ def _require_target(run: Path, target: Path) -> Path:
             f"{partial} exists but was not left by an export: move it, or name a folder other than {target.name}"
         )
     return partial
+
+
+@contextlib.contextmanager
+def _begun(partial: Path, target: Path) -> Iterator[None]:
+    """An empty `partial` with the mark, which is locked until the end. ValueError where another export writes there."""
+    with contextlib.ExitStack() as ends:
+        try:
+            with contextlib.suppress(FileNotFoundError):  # of an export that was cut off, whose lock went with it
+                ends.enter_context(_locked(partial / _MARK, "rb"))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            ends.enter_context(_locked(partial / _MARK, "xb"))
+        except (BlockingIOError, FileExistsError, FileNotFoundError):  # both began at once, too
+            raise ValueError(f"another export is writing {target}: wait for it, or name another folder") from None
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path, mode: str) -> Iterator[None]:
+    """BlockingIOError where another process, or another call, has it."""
+    with path.open(mode) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def _hold(folder: RunFolder, ends: contextlib.ExitStack) -> None:

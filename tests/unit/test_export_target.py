@@ -2,7 +2,7 @@
 
 import pytest
 
-from memascend.training.export import export
+from memascend.training.export import _begun, export
 from memascend.training.folder import RunFolder
 from memascend.training.kept import kept_source
 
@@ -39,6 +39,17 @@ def test_a_folder_of_the_user_s_that_has_the_name_of_a_cut_off_export_stays(run,
     with pytest.raises(ValueError, match=r"\.model\.partial exists but was not left by an export: move it, or name a"):
         export(run, tmp_path / "model")
     assert (tmp_path / ".model.partial" / "thesis.txt").read_text() == "mine"
+
+
+def test_of_two_exports_into_one_folder_the_second_is_refused_and_the_first_stays(run, tmp_path):
+    partial = tmp_path / ".model.partial"
+    with _begun(partial, tmp_path / "model"):
+        (partial / "weights").write_text("half")
+        with pytest.raises(ValueError, match=r"another export is writing .*model: wait for it, or name another folder"):
+            export(run, tmp_path / "model")
+        assert (partial / "weights").read_text() == "half"
+    with _begun(partial, tmp_path / "model"):  # as after one that was cut off
+        assert not (partial / "weights").exists()
 
 
 def test_a_run_whose_prepared_facts_are_lost_is_named(tmp_path):
