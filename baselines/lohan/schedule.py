@@ -14,6 +14,9 @@ is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), s
 `released` swaps what the authors' released script does (erratum L18). A workload whose parts name one of these rules
 (`swap`) has it in any arm.
 
+In a run (`Workload.device` is known) the engine cuts embedding and output matrix by rows, and a tied one has two
+gradients of which the first waits on the SSD; the paper's steps have them in one piece.
+
 With one version of the states that a step can be done again from, all gradients must have come before one is used: they
 wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are
 simulated that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING
 from memascend.baselines.lohan.equations import Net, Rates
 from memascend.baselines.lohan.options import SWAPPING_ARMS, step_options
 from memascend.baselines.protocol.schedules import backward, forward, swapping_optimizer
+from memascend.planner.pieces import EMBEDDING, OUTPUT, cut, part_of
 from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES
 from memascend.swapping import RULES
 
@@ -43,6 +47,8 @@ _SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3
 
 
 def schedule(step: Step) -> None:
+    if step.work.device is not None:
+        step.pieces = by_slices(step)
     if rule := swapping_rule(step.work):
         swap_activations(step, rule)
     done = forward(step, stores_checkpoints=True)
@@ -58,6 +64,29 @@ def schedule(step: Step) -> None:
         )
     else:
         backward(step, after=done, stores_checkpoints=True, arrived=active_gradients(step, done))
+
+
+def by_slices(step: Step) -> list[Piece]:
+    """The pieces of a run: the engine cuts embedding and output matrix by rows (`memascend.engine.layout`), and reads,
+    computes and updates them slice by slice."""
+    first, *blocks, last = step.pieces
+    return [*cut(first, _slices(step.work, "embedding")), *blocks, *cut(last, _slices(step.work, "head"))]
+
+
+def _slices(work: Workload, use: str) -> list[int]:
+    """Elements of the slices of the matrix that is an `embedding` or a `head`; none where it is in one piece."""
+    from memascend.baselines.lohan.run import layout_of  # which imports torch
+
+    layout, uses = layout_of(work)
+    return [unit.numel for unit in layout.units if unit.matrix and getattr(uses[unit.matrix], use)]
+
+
+def first_gradients(step: Step) -> dict[str, int]:
+    """Piece -> bytes of the gradients that an output matrix leaves on the SSD, slice by slice, until those of the
+    embedding come, which it is as well; empty where they are two matrices, or where it is in one piece."""
+    numels = _slices(step.work, "head") if step.work.device is not None and step.work.spec.tied else []
+    size = ELEMENT_BYTES[step.work.gradients]
+    return {f"{part} {number}": size * numel for number, numel in enumerate(numels) for part in (EMBEDDING, OUTPUT)}
 
 
 def own_masters(work: Workload) -> bool:
@@ -144,16 +173,21 @@ def active_gradients(step: Step, begin: str) -> Arrived:
     weights_of = dict(zip(pieces, step.divide(step.swapped_weight_bytes, pieces), strict=True))
     earlier = (step.work.accumulation - 1) * gradient_bytes(step)
     earlier_of = dict(zip(pieces, step.divide(earlier, pieces), strict=True))
+    first_of = first_gradients(step)
     step.pool(STATE_SLOTS, _SLOTS if overlapped else 1)
     last = {"read": begin, "write": begin}
 
     def arrived(piece: Piece, gradient: str) -> list[str]:
-        nbytes, phase = of_piece[piece], "backward"
+        nbytes, phase, waited = of_piece[piece], "backward", first_of.get(piece.name, 0)
+        written = []
+        if waited and part_of(piece) == OUTPUT:
+            name = f"write first gradients of {piece.name}"
+            written, waited = [step.add(name, phase, {"ssd.write": waited}, after=(gradient,))], 0
         first = (last["read"],) if overlapped else (last["write"], gradient)
         read = step.add(
             f"read states of {piece.name}",
             phase,
-            {"ssd.read": nbytes + earlier_of[piece]},
+            {"ssd.read": nbytes + earlier_of[piece] + waited},
             after=first,
             takes={STATE_SLOTS: 1},
         )
@@ -162,6 +196,6 @@ def active_gradients(step: Step, begin: str) -> Arrived:
         needs = {"ssd.write": nbytes + weights_of[piece] + earlier_of[piece]}
         write = step.add(f"write states of {piece.name}", phase, needs, after=(update,), gives={STATE_SLOTS: 1})
         last["read"], last["write"] = read, write
-        return [write]
+        return [*written, write]
 
     return arrived

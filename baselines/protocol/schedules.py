@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.planner.pieces import EMBEDDING, OUTPUT
+from memascend.planner.pieces import EMBEDDING, OUTPUT, part_of
 
 if TYPE_CHECKING:
     from memascend.planner.pieces import Piece
@@ -154,7 +154,7 @@ class _Pass:
 
 def _buffer(piece: Piece) -> dict[str, float]:
     """The embedding and the output matrix have buffers of their own."""
-    if piece.name in (EMBEDDING, OUTPUT):
+    if part_of(piece) in (EMBEDDING, OUTPUT):
         return {EMBEDDING_BUFFERS: 1}
     return {PARAMETER_POOL: piece.weight_bytes}
 

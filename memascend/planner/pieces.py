@@ -7,7 +7,8 @@ No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from memascend.planner.pool import partition_numel
 from memascend.planner.spec import ModelSpec
@@ -34,6 +35,36 @@ class Piece:
     flops: float
     checkpoint_bytes: int
     parameters: int
+
+
+def cut(piece: Piece, numels: Sequence[int]) -> list[Piece]:
+    """The piece in slices with shares like `numels`; sums are exact. One alone keeps its name."""
+    if len(numels) < 2:
+        return [piece]
+    whole, begin, out = sum(numels), 0, []
+    for number, numel in enumerate(numels):
+        end = begin + numel
+
+        def share(amount: int, begin: int = begin, end: int = end) -> int:
+            return amount * end // whole - amount * begin // whole
+
+        out.append(
+            replace(
+                piece,
+                name=f"{piece.name} {number}",
+                weight_bytes=share(piece.weight_bytes),
+                stored_bytes=share(piece.stored_bytes),
+                parameters=share(piece.parameters),
+                flops=piece.flops * numel / whole,
+            )
+        )
+        begin = end
+    return out
+
+
+def part_of(piece: Piece) -> str:
+    """`EMBEDDING`, `OUTPUT`, or another word: of a slice the same as of the whole."""
+    return piece.name.partition(" ")[0]
 
 
 def forward_flops(spec: ModelSpec, batch: int, context: int) -> float:

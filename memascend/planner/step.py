@@ -13,7 +13,7 @@ from functools import cached_property
 
 from memascend import systems
 from memascend.planner.machine import Calibrations, MachineSpec
-from memascend.planner.pieces import OUTPUT, PIECES_PER_BLOCK, Piece, pieces
+from memascend.planner.pieces import OUTPUT, PIECES_PER_BLOCK, Piece, part_of, pieces
 from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES, Workload
 from memascend.simulator import Task
 
@@ -149,8 +149,9 @@ class Step:
         reached = rate * self.costs.gpu_efficiency
         own = self.costs.own_s.get(phase, 0.0) / len(self.pieces)
         flops = passes * piece.flops
-        if piece.name == OUTPUT and phase in self.costs.output_s:
-            flops = self.costs.output_s[phase] * reached
+        if part_of(piece) == OUTPUT and phase in self.costs.output_s:
+            whole = sum(each.flops for each in self.pieces if part_of(each) == OUTPUT)
+            flops = self.costs.output_s[phase] * reached * (piece.flops / whole if whole else 1.0)
         return self.work.accumulation * (flops + own * reached)
 
     # -- host memory ---------------------------------------------------------------------------------------------------

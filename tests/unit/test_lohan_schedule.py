@@ -107,3 +107,60 @@ def test_algorithm_1_swaps_in_the_simulator_what_its_equations_say():
     assert simulated("as_published", batch=16).seconds == pytest.approx(
         simulated("optimized", batch=16).seconds, rel=1e-3
     )
+
+
+# -- steps of a run: the engine cuts the embedding by rows -------------------------------------------------------------
+
+TWIN = model_spec("llama3.2-1b").twin(4)  # tied; five slices
+
+
+def run_of_the_engine(**others):
+    said = {"spec": TWIN, "system": "lohan", "dtype": "bf16", "batch": 1, "context": 32, "device": "cpu"}
+    return Workload(**said | others)
+
+
+def moved(step, what):
+    return sum(round(task.needs.get(what, 0)) for task in step.tasks)
+
+
+def test_a_run_writes_and_reads_what_a_real_step_did_but_for_what_was_still_in_memory():
+    """Of the traces in results/reference/epyc-genoa-2core: 1,147,224,064 bytes written, with 75,776 of padding."""
+    step = step_of(run_of_the_engine())
+    inputs = 16 * 32 * TWIN.hidden * 2
+    assert moved(step, "ssd.write") - inputs == 1_147_224_064 - 75_776
+    blocks_kept = 3 * 2 * sum(tensor.numel for tensor in TWIN.tensors() if tensor.block == 0 and tensor.is_matrix)
+    not_looked_up = 2 * (32_064 - 7_552) * TWIN.hidden  # rows without a token of that batch
+    assert moved(step, "ssd.read") - inputs - blocks_kept - not_looked_up == pytest.approx(1_320_030_000, rel=0.001)
+
+
+def test_of_a_tied_matrix_the_first_gradients_wait_until_those_of_the_embedding_come():
+    step = step_of(run_of_the_engine())
+    writes = [task for task in step.tasks if task.name.startswith("write first gradients of output")]
+    assert sum(task.needs["ssd.write"] for task in writes) == 4 * 32_064 * TWIN.hidden
+    assert len(writes) == 5
+    untied = dataclasses.replace(TWIN, tied=False)
+    assert not [t for t in step_of(run_of_the_engine(spec=untied)).tasks if "first gradients" in t.name]
+
+
+def test_slices_of_the_embedding_are_updated_beside_one_another():
+    """Its states are 40 % of this twin's: as one piece they are read, updated and written in turn."""
+    machine = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=6e8, ssd_write_bytes_per_s=4.5e8)
+    machine = dataclasses.replace(machine, described={"ssd_duplex": True})
+    run, paper = (run_of_the_engine(device=device) for device in ("cpu", None))
+    sliced, whole = (step_time(each, machine, calibrations=COSTS).seconds for each in (run, paper))
+    assert sliced < whole
+
+
+def test_the_seconds_of_the_output_are_divided_among_its_slices():
+    costs = dataclasses.replace(COSTS, output_s={"forward": 2.0, "backward": 4.0})
+    step = step_of(run_of_the_engine(), MACHINE, costs)
+    rate = MACHINE.gpu_flops_per_s * costs.gpu_efficiency
+    for phase, seconds in costs.output_s.items():
+        products = [t.needs["gpu0"] for t in step.tasks if t.name.startswith(f"{phase}: output")]
+        assert len(products) == 5
+        assert sum(products) / rate == pytest.approx(seconds)
+
+
+def test_what_the_papers_count_is_not_cut():
+    for each in (work(), run_of_the_engine(device=None)):
+        assert not [task for task in step_of(each).tasks if "output 0" in task.name or "embedding 0" in task.name]
