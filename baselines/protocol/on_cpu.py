@@ -4,7 +4,7 @@ A GPU works on what the host has queued while the host waits for a read. On a CP
 that nothing is computed while it waits, and what overlaps is decided by DeepSpeed's hook before each module
 (`PartitionedParameterCoordinator.fetch_sub_module`). It does three things, in this order:
 
-    1. give back the weights that the module before has done with, and wait for every read under way: what has been read
+    1. give back the weights that the module before has done with, and wait for every read in flight: what has been read
        is gathered at once, modules before it is used
     2. begin to read the next weights in the order of use, as many as there are buffers for
     3. let the module compute
@@ -148,7 +148,7 @@ class _Thread:
         self.buffers = _Buffers(self.work, list(self.numels.values()))
         self.queue = self._in_order_of_use()
         self.there: set[str] = set()  # weights that were read, until they are given back
-        self.under_way: list[str] = []  # reads that the next hook waits for
+        self.in_flight: list[str] = []  # reads that the next hook waits for
         self.done_with: list[str] = []  # weights that the next hook gives back
         self.number = 0
         self.last_read = self.last = ""
@@ -172,15 +172,15 @@ class _Thread:
         for name in self.done_with:
             self.buffers.give(name)
             self.there.discard(name)
-        waits = [*self.under_way, *self.gradients.awaited()]
-        self.under_way, self.done_with = [], []
+        waits = [*self.in_flight, *self.gradients.awaited()]
+        self.in_flight, self.done_with = [], []
         self.number += 1
         begin = step.add(f"{phase}, hook {self.number}", phase, after=(self.last, *waits))
         if weight and weight not in self.there:  # nobody has read it ahead
             assert self.queue[-1] == weight, f"{weight} is used, {self.queue[-1]} is next"
             self._read(phase, begin, by_force=True)
-            begin = step.add(f"{phase}, hook {self.number}: goes on", phase, after=self.under_way)
-            self.under_way = []
+            begin = step.add(f"{phase}, hook {self.number}: goes on", phase, after=self.in_flight)
+            self.in_flight = []
         self.buffers.gathered(weight)
         for _ in range(self.buffers.free):
             if not self._read(phase, begin):
@@ -206,7 +206,7 @@ class _Thread:
             {"ssd.read": nbytes},
             after=(begin, self.last_read),
         )
-        self.under_way.append(self.last_read)
+        self.in_flight.append(self.last_read)
         return True
 
     def _flops(self, module: Module) -> float:
