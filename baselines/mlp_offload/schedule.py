@@ -10,7 +10,8 @@ Its parts, each of which an arm may lack: several paths (3.1), their sub-groups 
 (or by its Eq. 1, `as_published`, or a ratio `by_hand`); one process at a time on a path (`tier_exclusive`, which one
 rank that stands for all always is); an update order that turns with each step, so that the sub-groups left in host
 memory are met first (3.3); gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients
-written in fp32 in backward and read back in the update; its reads and writes are pipelined.
+written in fp32 in backward and read back in the update; its reads and writes are pipelined. On a CPU these gradients
+are written bucket by bucket, the last after backward.
 
 A rank's sub-groups share the rooms that its buffers make in host memory: the next one is read when the write of another
 has left it a room, in the order of the update, whichever paths the two are on.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memascend.baselines.protocol import on_cpu
 from memascend.baselines.protocol.schedules import backward, forward
 from memascend.planner.derived_sizes import cached_sub_groups_in
 from memascend.storage.placement import Rates, arrange, weights
@@ -48,8 +50,11 @@ def schedule(step: Step) -> None:
     waits = not parts.weights_on_gpu
     paths = paths_of(step)
     done = forward(step, weights_wait=waits)
-    writes = parts.swaps_gradients
-    done = backward(step, after=done, weights_wait=waits, arrived=gradients_to_paths(step, paths) if writes else None)
+    arrived = None
+    if parts.swaps_gradients:
+        by_buckets = step.work.on_cpu and not parts.over_paths
+        arrived = on_cpu.gradients_by_buckets(step) if by_buckets else gradients_to_paths(step, paths)
+    done = backward(step, after=done, weights_wait=waits, arrived=arrived)
     update(step, done, paths)
 
 

@@ -34,6 +34,8 @@ from memascend.planner.pieces import EMBEDDING, OUTPUT
 from memascend.planner.workload import ELEMENT_BYTES
 
 if TYPE_CHECKING:
+    from memascend.baselines.protocol.schedules import Arrived
+    from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
     from memascend.planner.tensors import TensorSpec
     from memascend.planner.workload import Workload
@@ -71,6 +73,21 @@ def passes(step: Step) -> str:
     for module in modules(step.work):
         thread.enter(module)
     return thread.end()
+
+
+def gradients_by_buckets(step: Step) -> Arrived:
+    """Of a pass whose weights wait for no drive: gradients of each piece as DeepSpeed writes them. Not in it: that the
+    thread waits where they fill all swap buffers."""
+    gradients, last = _Gradients(step), step.pieces[0]
+
+    def arrived(piece: Piece, task: str) -> list[str]:
+        gradients.add(piece.parameters, task)
+        if piece is last:
+            gradients.flush(task)
+            return gradients.rest(task)
+        return []
+
+    return arrived
 
 
 # -- the order of work -------------------------------------------------------------------------------------------------
