@@ -6,8 +6,10 @@ import hashlib
 import json
 import re
 import shutil
+import struct
 import subprocess
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,17 @@ EXHIBITS = {
 }
 
 
-FIELDS = {"system": "zero_infinity", "model": "a", "twin": {"k": 8}, "points_requested": [[16, 1]]}
+FIELDS: dict[str, Any] = {
+    "lane": "measured",
+    "environment": None,
+    "system": "zero_infinity",
+    "model": "a",
+    "twin": {"k": 8},
+    "points_requested": [[16, 1]],
+}
 RECORDS = {"train-a.json": {"kind": "training", "fields": FIELDS, "code_digest": "1" * 64, "key": "2" * 64}}
+RECORDS["train-a.json"]["has_own_packages"] = False
+PACKAGES = {name: verify.installed(name) for name in ("python", *layout.DRAWN_WITH)}
 EXPECTED = {"exhibits": EXHIBITS, "records": RECORDS}
 CONFIG = {"experiments": "runs.yaml", "published_dir": "published", "reference_dir": "reference"}
 
@@ -64,8 +75,10 @@ def folder(tmp_path: Path, checkout: Path) -> Path:
     losses = [2.5, 2.25]
     record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses), **FIELDS}
     record |= {"samples_sha256": hashlib.sha256(b"time\n").hexdigest(), "kind": "training", "dirty": False}
-    record |= {"commit": head, "code_digest": "1" * 64, "key": "2" * 64}
-    manifest = {"format": layout.FORMAT, "commit": head, "changed_since": [], "packages": {}, "exhibits": EXHIBITS}
+    record |= {"commit": head, "code_digest": "1" * 64, "key": "2" * 64, "status": "ok", "versions": PACKAGES}
+    record |= {"points": [{"sequence": 16, "batch": 1}]}
+    manifest = {"format": layout.FORMAT, "commit": head, "changed_since": [], "packages": PACKAGES}
+    manifest |= {"exhibits": EXHIBITS}
     manifest |= {"profile": "smoke", "config": CONFIG, "version": "0.1.0", "measured_by_other_code": []}
     manifest |= {"committed": given.git("show", "-s", "--format=%cI", head, root=checkout).strip()}
     texts = {f"source/{name}": text for name, text in SOURCES.items()} | {
@@ -174,9 +187,15 @@ def record(**changes: Any) -> Callable[[Path], None]:
         (edit("records/train-a.json", "[]"), "train-a.json: not a record"),
         (record(model="b"), "train-a.json: model is b, and a in the list of runs"),
         (record(twin={"k": 16}), "train-a.json: twin.k is 16, and 8 in the list of runs"),
-        (record(points_requested=[[16, 2]]), "train-a.json: points_requested[0][1] is 2, and 1 in the list of runs"),
-        (record(points_requested=[]), "train-a.json: points_requested is [], and [[16, 1]] in the list of runs"),
-        (record(kind="bench"), "train-a.json: kind is bench, and training in the list of runs"),
+        (
+            record(points_requested=[[16, 2]], points=[{"sequence": 16, "batch": 2}]),
+            "train-a.json: points_requested[0][1] is 2, and 1 in the list of runs",
+        ),
+        (record(points=[]), "train-a.json: its points are not those of its points_requested"),
+        (record(stacks=[{}, {}]), "train-a.json: its points are not those of its points_requested"),
+        (record(lane="modelled"), "train-a.json: lane is modelled, and measured in the list of runs"),
+        (record(environment="other"), "train-a.json: environment is other, and None in the list of runs"),
+        (record(kind="bench"), "train-a.json: samples of a run that is no training"),
         (record(key="3" * 64), "train-a.json: its key is not that of its configuration"),
         (record(code_digest="3" * 64), "records are of the code of the sources: train-a.json"),
         (edit("records/train-a.trace.csv", "time\n1\n"), "train-a.trace.csv is not that of its samples_sha256"),
@@ -185,7 +204,21 @@ def record(**changes: Any) -> Callable[[Path], None]:
         (lambda folder: manifest_of(folder, version="2.0.0"), "version is 2.0.0, and 0.1.0 in the sources"),
         (lambda folder: manifest_of(folder, committed="2020-01-01"), ", not 2020-01-01"),
         (lambda folder: manifest_of(folder, doi="10.1/x"), "doi is nothing that a bundle says"),
-        (lambda folder: manifest_of(folder, packages={"good": "1"}), "packages: good decides nothing"),
+        (lambda folder: manifest_of(folder, packages=PACKAGES | {"good": "1"}), "packages: good decides nothing"),
+        (
+            lambda folder: manifest_of(folder, packages={}),
+            "packages: python is not said; packages: matplotlib is not said",
+        ),
+        (lambda folder: manifest_of(folder, changed_since=["Snakefile"]), "Snakefile was not changed since"),
+        (
+            lambda folder: manifest_of(folder, measured_by_other_code=["train-a.json"]),
+            "train-a.json is named, and of the code of the sources",
+        ),
+        (edit("records/train-a.json", '{"run_id": "train-b", "run_id": "train-a"}'), "the key run_id stands twice"),
+        (
+            edit("records/train-a.json", json.dumps({"run_id": "train-a", "kind": "bench", "samples_sha256": "0"})),
+            "no training",
+        ),
         (
             lambda folder: manifest_of(
                 folder, exhibits=EXHIBITS | {"memascend-alg01": EXHIBITS["memascend-alg01"] | {"doi": None}}
@@ -205,10 +238,8 @@ def record(**changes: Any) -> Callable[[Path], None]:
             "x is no exhibit of the sources",
         ),
         (
-            lambda folder: manifest_of(
-                folder, exhibits=EXHIBITS | {"memascend-fig08": EXHIBITS["memascend-fig08"] | {"records": []}}
-            ),
-            "memascend-fig08: other records",
+            lambda folder: manifest_of(folder, exhibits=EXHIBITS | {"memascend-alg01": EXHIBITS["memascend-fig08"]}),
+            "memascend-alg01: other records",
         ),
     ],
 )
@@ -274,18 +305,36 @@ def test_what_a_bundle_names_cannot_steer_a_terminal(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steering = "\x1b[2K\x1b[1GPASS\x1b[8m"
-    manifest_of(folder, changed_since=[steering], exhibits=EXHIBITS | {steering: EXHIBITS["memascend-alg01"]})
+    manifest_of(folder, changed_since=[steering])
     assert not check()
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    assert r"\x1b[2K\x1b[1GPASS\x1b[8m is no exhibit of the sources" in said
+    assert r"\x1b[2K\x1b[1GPASS\x1b[8m was not changed since" in said
     edit(f"records/{steering}.json", "{}")(folder)
     with pytest.raises(ValueError, match="it holds a name with control characters: it is not unpacked"):
         check()
 
 
+@pytest.mark.parametrize("name", ["memascend-/../../../x", "../x", "", "Memascend-fig08", "memascend-fig08\n"])
+def test_an_exhibit_s_name_that_could_lead_somewhere_else_is_refused(
+    folder: Path, check: Callable[[], bool], name: str
+) -> None:
+    manifest_of(folder, exhibits=EXHIBITS | {name: EXHIBITS["memascend-fig08"]})
+    with pytest.raises(ValueError, match="is no name of an exhibit"):
+        check()
+
+
+def test_nothing_of_a_bundle_runs_where_what_it_gives_is_not_what_it_says(
+    folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "redraw", lambda *words, **options: pytest.fail("it ran"))
+    edit("source/systems/a.py", "a = 2")(folder)
+    assert not check()
+    assert "nothing of it was run, so nothing was drawn again" in capsys.readouterr().out.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    ("commit", "why"), [("0" * 40, ": fatal: "), ("", ": that is no commit"), ("--help", ": that is no commit")]
+    ("commit", "why"), [("0" * 40, " (git fetch)"), ("", ": that is no commit"), ("--help", ": that is no commit")]
 )
 def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str], commit: str, why: str
@@ -321,6 +370,8 @@ def test_what_a_record_is_of_follows_from_the_list_of_runs(
         fields = wanted["fields"]
         assert wanted["code_digest"] == "digest"
         assert fields or name == "testbed-local.json"
+        assert fields["lane"] == "measured"
+        assert "time_limit_s" not in fields
         if wanted["kind"] == "training":
             assert re.match(f"train-{re.escape(fields['model'])}-k{fields['twin']['k']}-{fields['dtype']}-", name)
         elif wanted["kind"] == "step-times":
@@ -349,11 +400,16 @@ def test_records_that_other_code_made_pass_where_the_bundle_says_so(
 
 
 def test_a_record_of_a_run_without_a_result_is_not_asked_for_what_the_run_would_have_had(
-    folder: Path, check: Callable[[], bool]
+    folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "records/train-a.json").write_text(json.dumps({"run_id": "train-a", "kind": "no-result"}))
+    record = {"run_id": "train-a", "kind": "no-result", "status": "failed", "key": "2" * 64, "code_digest": "1" * 64}
+    (folder / "records/train-a.json").write_text(json.dumps(record))
     (folder / "records/train-a.trace.csv").unlink()
+    monkeypatch.setitem(
+        EXPECTED, "records", {"train-a.json": RECORDS["train-a.json"] | {"kind": "no-result", "fields": {}}}
+    )
     assert check()
+    assert "note  1 of 1 runs have no result: train-a.json\n" in capsys.readouterr().out
 
 
 def test_a_hash_that_is_no_commit_s_is_not_compared(
@@ -399,3 +455,29 @@ def test_a_path_that_is_listed_twice_in_the_sums_is_refused(folder: Path, tmp_pa
     sums.write_text(sums.read_text() + f"{'0' * 64}  README.md\n")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line \d+: README.md is listed twice"):
         layout.read_sums(folder)
+
+
+def test_a_second_name_of_an_entry_for_other_programs_is_refused(
+    folder: Path, check: Callable[[], bool], tmp_path: Path
+) -> None:
+    assert check()
+    other = b"\x01" + zlib.crc32(b"x").to_bytes(4, "little") + b"figures/index.html"
+    with zipfile.ZipFile(tmp_path / f"{folder.name}.zip", "a") as file:
+        entry = zipfile.ZipInfo(f"{folder.name}/tables/more.csv")
+        entry.extra = struct.pack("<HH", 0x7075, len(other)) + other
+        file.writestr(entry, "x")
+    with pytest.raises(ValueError, match=r"tables/more\.csv has a second name or more than a file needs"):
+        verify.check(tmp_path / f"{folder.name}.zip")
+
+
+def test_files_that_were_changed_before_a_bundle_was_made_are_named_as_a_check_finds_them(
+    folder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(given, "ROOT", checkout)
+    head = given.git("rev-parse", "HEAD", root=checkout).strip()
+    assert given.changed_sources(folder, head) == []
+    for name in ("systems/a.py", "library/deep/systems/a.py", "with a space.txt", "größe.txt"):
+        edit(f"source/{name}", "other")(folder)
+    without("source/Snakefile")(folder)
+    changed = ["Snakefile", "größe.txt", "library/deep/systems/a.py", "systems/a.py", "with a space.txt"]
+    assert sorted(given.changed_sources(folder, head)) == sorted(changed)

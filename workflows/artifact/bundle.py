@@ -24,6 +24,7 @@ from typing import Any
 
 from workflows import registry, tidy
 from workflows.artifact import appendix, crate
+from workflows.artifact.given import changed_sources
 from workflows.artifact.layout import (
     CLAIMS,
     CONFIGURED,
@@ -46,7 +47,7 @@ from workflows.derive.citation import project
 from workflows.derive.report import ASSETS
 from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import atomically
-from workflows.staleness import versions
+from workflows.staleness import digest, versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
 TEXT = """\
@@ -93,7 +94,6 @@ def exhibits_of(known: Configuration) -> dict[str, dict[str, Any]]:
 
 
 def manifest_of(known: Configuration) -> dict[str, Any]:
-    changed = [line[3:] for line in git("status", "--porcelain", "--untracked-files=no").splitlines()]
     exhibits = exhibits_of(known)
     return {
         "format": FORMAT,
@@ -101,7 +101,7 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
         "profile": known.config["profile"],
         "commit": git("rev-parse", "HEAD").strip(),
         "committed": git("log", "-1", "--format=%cI").strip(),
-        "changed_since": changed,
+        "changed_since": [],  # once the sources are copied
         "measured_by_other_code": other_code(known, exhibits),
         "config": {name: known.config[name] for name in CONFIGURED},
         "packages": {**versions(), **{name: metadata.version(name) for name in DRAWN_WITH}},
@@ -117,7 +117,9 @@ def other_code(known: Configuration, exhibits: dict[str, dict[str, Any]]) -> lis
         if not (path := Path(known.raw, name)).is_file():
             continue  # `fill` says so
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["kind"] != NO_RESULT and record["code_digest"] != known.measured_by(record["run_id"]):
+        lost = record["kind"] == NO_RESULT
+        code = digest("workflows.run.no_result") if lost else known.measured_by(record["run_id"])
+        if record["code_digest"] != code:
             found.append(name)
     return found
 
@@ -137,6 +139,7 @@ def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
         copy(derived / name, folder / TABLES / name)
     for name in pages(figures, manifest):
         copy(figures / name, folder / FIGURES / name)
+    manifest["changed_since"] = changed_sources(folder, manifest["commit"])
     write_json(folder / MANIFEST, manifest)
     describe(folder, manifest)
 

@@ -11,18 +11,31 @@ import json
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from workflows.artifact.layout import CONFIGURED, DRAWN_WITH, KEYS, RECORDS, SOURCE, TRACE, files_in, name_of, sha256
+from workflows.artifact.layout import (
+    ANY,
+    CONFIGURED,
+    DRAWN_WITH,
+    KEYS,
+    RECORDS,
+    SOURCE,
+    TRACE,
+    files_in,
+    name_of,
+    sha256,
+)
 from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import ROOT, digest_of
 from workflows.staleness import PACKAGES
 
 CONFIG = "workflows/config/config.yaml"
+VERSIONS = ("python", *PACKAGES)  # that a record has
 LINK = "120000"  # git's mode of a symbolic link
 
 
@@ -66,29 +79,44 @@ def _joined(folder: PurePosixPath, link: str) -> str:
     return "/".join(parts)
 
 
+def changed_sources(folder: Path, commit: str) -> list[str]:
+    """Sources of a bundle that are not those of a commit of this checkout. ValueError where it has no such commit."""
+    wanted = tracked(commit, ROOT)
+    names = list(files_in(folder / SOURCE))
+    paths = "".join(f"{folder / SOURCE / name}\n" for name in names)
+    blobs = git("hash-object", "--no-filters", "--stdin-paths", root=ROOT, stdin=paths).split()
+    found = dict(zip(names, blobs, strict=True))
+    return [name for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
+
+
 def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
     """(what was compared, sources that are not the commit's and that artifact.json does not name as changed)."""
     commit = str(manifest.get("commit"))
     try:
         if not (ROOT / ".git").exists():
             raise ValueError("this is no git checkout")
-        if not re.fullmatch("[0-9a-f]{40}", commit) or git("cat-file", "-t", commit, root=ROOT).strip() != "commit":
+        if not re.fullmatch("[0-9a-f]{40}", commit):
             raise ValueError("that is no commit")
-        wanted = tracked(commit, ROOT)
+        if (kind := _kind_of(commit)) != "commit":
+            raise ValueError("that is no commit" if kind else "this checkout has no such commit (git fetch)")
+        differ = changed_sources(folder, commit)
     except ValueError as error:
-        return f"sources are not compared with commit {commit[:12]}: {error}", []
-    names = list(files_in(folder / SOURCE))
-    paths = "".join(f"{folder / SOURCE / name}\n" for name in names)
-    blobs = git("hash-object", "--no-filters", "--stdin-paths", root=ROOT, stdin=paths).split()
-    found = dict(zip(names, blobs, strict=True))
-    differ = [name for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
-    named = {each for said in manifest.get("changed_since", ()) for each in said.split(" -> ")}
+        return f"sources are not compared with commit {_brief(commit[:12])}: {error}", []
+    named = manifest.get("changed_since", [])
     known = [name for name in differ if name in named]
     says = f"; artifact.json names {len(known)} changed since: {', '.join(known)}" if known else ""
     wrong = [name for name in differ if name not in named]
+    wrong += [f"{_brief(name)} was not changed since" for name in named if name not in differ]
     made = git("show", "-s", "--format=%cI", commit, root=ROOT).strip()
     wrong += [f"the commit is of {made}, not {_brief(said)}"] if (said := manifest.get("committed")) != made else []
     return f"sources of commit {commit[:12]}{says}", wrong
+
+
+def _kind_of(name: str) -> str:
+    try:
+        return git("cat-file", "-t", name, root=ROOT).strip()
+    except ValueError:
+        return ""
 
 
 def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
@@ -124,27 +152,63 @@ def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 def contradictions(path: Path) -> Iterator[str]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parsed(path.read_text(encoding="utf-8"))
         run_id = record["run_id"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        yield "not a record"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        yield str(error) if isinstance(error, TwiceError) else "not a record"
         return
     if run_id != path.stem:
-        yield f"of the run {run_id}"
+        yield f"of the run {_brief(run_id)}"
     if "loss_checksum" in record and record["loss_checksum"] != digest_of(record.get("losses")):
         yield "its losses are not those of its loss_checksum"
+    if record.get("status") == "ok" and isinstance(record.get("points"), list):
+        yield from _other_points(record)
     samples, said = path.with_suffix(TRACE), record.get("samples_sha256")
-    if samples.is_file() != (said is not None):
+    if said is not None and record.get("kind") != "training":
+        yield "samples of a run that is no training"
+    elif samples.is_file() != (said is not None):
         yield f"{samples.name} is missing" if said else f"{samples.name} is there, and the record has no samples_sha256"
     elif said is not None and said != sha256(samples):
         yield f"{samples.name} is not that of its samples_sha256"
 
 
+def _other_points(record: dict[str, Any]) -> Iterator[str]:
+    """Where what was asked for is a list of points: each has to be there, once for each stack or arm."""
+    try:
+        asked = [tuple(each) for each in record["points_requested"]]
+        found = Counter((each["sequence"], each["batch"], *_more(each)) for each in record["points"])
+        times = len(record["arms"]) if record["kind"] == "step-times" else max(1, len(record.get("stacks", [])))
+    except (KeyError, TypeError):
+        return  # of a bench, whose points are its own
+    asked = asked or [(record["sequence"], record["batch"])]
+    if found != Counter(asked * times):
+        yield "its points are not those of its points_requested"
+
+
+def _more(point: dict[str, Any]) -> list[Any]:
+    return [point["accumulation"]] if "accumulation" in point else []
+
+
+class TwiceError(ValueError):
+    """A key stands twice in an object: what reads the one and what reads the other would differ."""
+
+
+def parsed(text: str) -> Any:
+    """JSON. ValueError, and for a key that stands twice TwiceError, in one line."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            raise TwiceError(f"the key {_brief(twice)} stands twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
 def of_other_runs(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
     """Records that are not of the run in their name, as the list of runs has it."""
     for name, record, wanted in _both(folder, expected):
-        if record.get("kind") == NO_RESULT:
-            continue
         about = {name: record.get(name) for name in wanted["fields"]} | {"kind": record.get("kind")}
         for where, found, meant in differences(about, wanted["fields"] | {"kind": wanted["kind"]}):
             yield f"{name}: {where} is {_brief(found)}, and {_brief(meant)} in the list of runs"
@@ -155,16 +219,26 @@ def of_other_runs(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
 def of_other_code(folder: Path, expected: dict[str, Any]) -> list[str]:
     """Records that other code made than that of the sources."""
     both = _both(folder, expected)
-    return [
+    return [name for name, record, wanted in both if record.get("code_digest") != wanted["code_digest"]]
+
+
+def provenance_of(folder: Path, expected: dict[str, Any], manifest: dict[str, Any]) -> Iterator[str]:
+    """What a reader should know of records: that they have no result, or say that another checkout than the bundle's
+    commit, or other packages, made them."""
+    records, commit = {name: record for name, record, _ in _both(folder, expected)}, manifest.get("commit")
+    without = [name for name, record in records.items() if record.get("kind") == NO_RESULT]
+    if without:
+        yield f"{len(without)} of {len(records)} runs have no result: {_some(without)}"
+    packages = manifest["packages"]
+    odd = [
         name
-        for name, record, wanted in both
-        if record.get("kind") != NO_RESULT and record.get("code_digest") != wanted["code_digest"]
+        for name, record in records.items()
+        if not expected[name]["has_own_packages"]
+        if not isinstance(said := record.get("versions"), dict)
+        or any(said.get(package) != version for package, version in packages.items() if package in VERSIONS)
     ]
-
-
-def provenance_of(folder: Path, expected: dict[str, Any], commit: Any) -> Iterator[str]:
-    """What records say of the checkout that made them, where it was not the bundle's commit as it is."""
-    records = {name: record for name, record, _ in _both(folder, expected)}
+    if odd:
+        yield f"{len(odd)} of {len(records)} records are of other packages than artifact.json names: {_some(odd)}"
     changed = [name for name, record in records.items() if record.get("dirty") is not False]
     other = [name for name, record in records.items() if record.get("commit") != commit]
     if changed:
@@ -189,14 +263,15 @@ def _both(folder: Path, expected: dict[str, Any]) -> Iterator[tuple[str, dict[st
 
 
 def differences(found: Any, wanted: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(place, what is there, what should be) of what is wanted: further keys are let through, and None is anything."""
+    """(place, what is there, what should be) of what is wanted: further keys are let through, None is what may not be
+    there, and ANY is anything."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         for name, each in wanted.items():
             yield from differences(found.get(name), each, f"{where}.{name}" if where else name)
     elif isinstance(wanted, list) and isinstance(found, list) and len(wanted) == len(found):
         for number, (mine, each) in enumerate(zip(found, wanted, strict=True)):
             yield from differences(mine, each, f"{where}[{number}]")
-    elif wanted is not None and (found != wanted or isinstance(found, bool) != isinstance(wanted, bool)):
+    elif wanted != ANY and (found != wanted or isinstance(found, bool) != isinstance(wanted, bool)):
         yield where, found, wanted
 
 
@@ -222,8 +297,9 @@ def odd_manifest(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """What artifact.json says besides what it has to, and its version and profile where other parts say another."""
     found = [f"{name} is not said" for name in KEYS if name not in manifest]
     found += [f"{name} is nothing that a bundle says" for name in sorted(manifest.keys() - set(KEYS))]
-    known = {"python", *PACKAGES, *DRAWN_WITH}
+    known = {*VERSIONS, *DRAWN_WITH}
     found += [f"packages: {name} decides nothing" for name in sorted(manifest["packages"].keys() - known)]
+    found += [f"packages: {name} is not said" for name in ("python", *DRAWN_WITH) if name not in manifest["packages"]]
     try:
         text = (folder / SOURCE / "pyproject.toml").read_text(encoding="utf-8")
         version = tomllib.loads(text)["project"]["version"]

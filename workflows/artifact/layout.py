@@ -16,6 +16,7 @@ GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # what it makes them from
 CONFIGURED = ("experiments", "published_dir", "reference_dir")
 EXPECTED = "expected.json"  # of a check: what the sources say that exhibits and records should be
 FORMAT = 2
+ANY = "*"  # in what is expected of a record: whatever it says
 # What artifact.json says, and the packages that decide the bytes of a table or picture.
 KEYS = ("format", "version", "profile", "commit", "committed", "changed_since", "measured_by_other_code", "config")
 KEYS += ("packages", "exhibits")

@@ -23,11 +23,13 @@ import yaml
 
 from workflows import registry, tidy
 from workflows.artifact.bundle import describe, exhibits_of, write_json
-from workflows.artifact.layout import EXPECTED, FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
+from workflows.artifact.layout import ANY, EXPECTED, FIGURES, MANIFEST, RECORDS, SOURCE, TABLES
 from workflows.configuration import Configuration
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
+from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import record_key
+from workflows.staleness import digest
 
 PACKAGES = ("hardware", "memascend", "workflows")
 # Program of a run -> kind of its record.
@@ -60,7 +62,9 @@ def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
 def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
     """Of a bundle; the working folder is its sources."""
     manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    write_json(out / EXPECTED, expected(manifest["profile"], bundle / RECORDS, experiments))
+    wanted = expected(manifest["profile"], bundle / RECORDS, experiments)
+    write_json(out / EXPECTED, wanted)
+    manifest["exhibits"] = wanted["exhibits"]  # its own may name any file, and are compared with these
     for folder in ("modelled", "exhibits", "runs"):
         (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
     (out / FIGURES).mkdir(exist_ok=True)
@@ -94,20 +98,26 @@ def expected(profile: str, records: Path, experiments: Path | None = None) -> di
 
 def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
     """Of a record what its run's command line says, the code that makes it, and the key that its own fields have."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        key = {"key": record_key(record)}
+    except (OSError, ValueError, TypeError, RecursionError):  # which the check has said
+        record, key = {}, {"key": ""}
     run_id, run = path.stem, known.run(path.stem)
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"lane": "measured"}
+    if record.get("kind") == NO_RESULT:
+        code = {"code_digest": digest("workflows.run.no_result"), "has_own_packages": False}
+        return {"kind": NO_RESULT, "fields": fields, **code, **key}
     if run["module"] != "probe":
         module = importlib.import_module(f"workflows.run.{run['module']}")
         args = module.parse(["--run-id", run_id, "--out", path.name, *shlex.split(run["words"])])
-        fields = module.requested(args)
+        fields |= module.requested(args)
+    fields.pop("time_limit_s", None)  # nothing is measured with it
     if run["module"] == "bench":  # its drive is another where a node has one
         options = fields["points_requested"]["options"]
-        options[:] = [None if before == "--folder" else each for before, each in zip(["", *options], options)]
-    found = {"kind": KINDS[run["module"]], "fields": fields, "code_digest": known.measured_by(run_id)}
-    try:
-        return found | {"key": record_key(json.loads(path.read_text(encoding="utf-8")))}
-    except (OSError, ValueError, TypeError, RecursionError):  # which the check has said
-        return found | {"key": ""}
+        options[:] = [ANY if before == "--folder" else each for before, each in zip(["", *options], options)]
+    code = {"code_digest": known.measured_by(run_id), "has_own_packages": any(run["environments"])}
+    return {"kind": KINDS[run["module"]], "fields": fields, **code, **key}
 
 
 def refuse_foreign(source: Path) -> None:

@@ -24,6 +24,7 @@ import re
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,6 +46,7 @@ from workflows.artifact.given import (
     other_exhibits,
     other_settings,
     other_sources,
+    parsed,
     provenance_of,
 )
 from workflows.artifact.layout import (
@@ -63,6 +66,8 @@ from workflows.refusals import ready
 
 TABLE_OF_CLAIMS = "tables/claims.csv"
 REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # types of an entry; 0 where the program that packed it says none
+# Extra fields of an entry: sizes over 4 GiB, and times and owners, which other programs add.
+HARMLESS = {0x0001, 0x000A, 0x5455, 0x5855, 0x7855, 0x7875}
 NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
 
@@ -74,6 +79,8 @@ def unpack(bundle: Path, into: Path) -> Path:
             names = [PurePosixPath(name) for name in file.namelist()]
             if min((entry.header_offset for entry in file.infolist()), default=0):
                 raise ValueError("it does not begin with its first file: it is not unpacked")
+            if odd := [entry.filename for entry in file.infolist() if set(extras(file, entry)) - HARMLESS]:
+                raise ValueError(f"{odd[0]} has a second name or more than a file needs: it is not unpacked")
             types = {entry.filename: stat.S_IFMT(entry.external_attr >> 16) for entry in file.infolist()}
             if odd := [name for name, kind in types.items() if kind not in REGULAR]:
                 raise ValueError(f"{odd[0]} is a link or a device, not a file: it is not unpacked")
@@ -100,6 +107,21 @@ def unpack(bundle: Path, into: Path) -> Path:
         what = "one file" if len(folders) == 1 else len(folders)
         raise ValueError(f"it is no bundle: of files and folders at its top there has to be one folder, not {what}")
     return folder
+
+
+def extras(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int]:
+    """Kinds of the extra fields of an entry, in the list at the zip's end and in front of the file itself: one can name
+    the file anew, for programs that heed it. -1 for what is none."""
+    assert file.fp is not None
+    file.fp.seek(entry.header_offset + 26)
+    name, extra = struct.unpack("<HH", file.fp.read(4))
+    file.fp.seek(name, os.SEEK_CUR)
+    for data in (entry.extra, file.fp.read(extra)):
+        at = 0
+        while at < len(data):
+            kind, size = struct.unpack_from("<HH", data, at) if at + 4 <= len(data) else (-1, len(data))
+            yield kind
+            at += 4 + size
 
 
 def extract(file: zipfile.ZipFile, into: Path) -> None:
@@ -135,11 +157,11 @@ def unknown(folder: Path) -> list[str]:
 
 def manifest_of(folder: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {reason_of(error)}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT or not isinstance(found, int):
         raise ValueError(f"the bundle has format {found}, and this program reads {FORMAT}")
     if not isinstance(manifest.get("profile"), str):
         raise ValueError(f"{MANIFEST} names no profile: it is not whole")
@@ -150,6 +172,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         if not is_text_to_text(manifest.get(name, {})):
             raise ValueError(f"{MANIFEST}: {name} is no list of names and texts")
     for name, each in manifest["exhibits"].items():
+        if not re.fullmatch("[a-z0-9-]+", name):
+            raise ValueError(f"{MANIFEST}: {name[:80]!r} is no name of an exhibit")
         if not (isinstance(each, dict) and is_list_of_texts(each.get("records"))):
             raise ValueError(f"{MANIFEST} has no list of records for {name}: it is not whole")
         if odd := [record for record in each["records"] if not re.fullmatch(r"[\w.-]+\.json", record)]:
@@ -231,7 +255,7 @@ def expected_otherwise(folder: Path, manifest: dict[str, Any], out: Path) -> lis
         other = other_exhibits(manifest["exhibits"], exhibits)
         runs = list(of_other_runs(folder, records))
         code = of_other_code(folder, records)
-        notes = list(provenance_of(folder, records, manifest.get("commit")))
+        notes = list(provenance_of(folder, records, manifest))
     except (TypeError, KeyError, AttributeError):
         raise ValueError("the bundle's sources do not say what there should be: they are not the project's") from None
     profile = manifest["profile"]
@@ -241,6 +265,7 @@ def expected_otherwise(folder: Path, manifest: dict[str, Any], out: Path) -> lis
     if known := [name for name in code if name in named]:
         note(f"{MANIFEST} names {len(known)} records that other code made than that of the sources: {', '.join(known)}")
     code = [name for name in code if name not in named]
+    code += [f"{name} is named, and of the code of the sources" for name in sorted(named - {*known, *code})]
     line(not code, "records are of the code of the sources" + (", but for those" if known else ""), code)
     for each in notes:
         note(each)
@@ -351,6 +376,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
         strange = unknown(folder)
         if strange:
             line(False, "files that are no part of a bundle", strange)
+            wrong += strange
         manifest, theirs = manifest_of(folder), verdicts(folder / TABLE_OF_CLAIMS)
         found_wrong, is_compared = given_otherwise(folder, manifest, experiments=experiments is not None)
         wrong += found_wrong
@@ -359,6 +385,10 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
         others = other_packages(manifest)
         if others:
             note(f"other packages than in the bundle: {', '.join(others)}")
+        if wrong:
+            exhibits = f"{len(manifest['exhibits'])} exhibits"
+            print(f"FAIL  {printable(bundle.name)}, {exhibits}: nothing of it was run, so nothing was drawn again")
+            return False
         take_away(folder)
         try:
             how = redraw(folder, out, build=build, experiments=experiments)
@@ -378,7 +408,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
         if keep is not None:
             shutil.copytree(out, keep, dirs_exist_ok=True)
             note(f"what was made again is in {keep}")
-    good = not (wrong or strange or other or turned or any(found.values()))
+    good = not (other or turned or any(found.values()))
     seconds = time.monotonic() - began
     unknown_sources = "" if is_compared else "; its sources were not compared with a commit"
     text = f"{bundle.name}, {len(manifest['exhibits'])} exhibits, {seconds:.0f} s{unknown_sources}"

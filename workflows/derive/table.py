@@ -43,14 +43,16 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
     return rows.reindex(columns=tidy.COLUMNS, fill_value="")
 
 
-def measured_rows(paper: str, records: list[dict[str, Any]]) -> pd.DataFrame:
-    """Every row that the paper's folder makes of these records, and one for each exhibit of a run without a result."""
+def measured_rows(paper: str, records: list[dict[str, Any]], exhibit: str | None = None) -> pd.DataFrame:
+    """Every row that the paper's folder makes of these records, and one for each exhibit of a run without a result.
+    `exhibit`: the one whose records these are, whatever they say."""
     module = rows_of(paper)
     rows = list(module.measured(records)) if hasattr(module, "measured") else []
     missing = [record for record in records if record["kind"] != "training" and record["status"] != "ok"]
     for record in missing:
         metric, text = f"{tidy.NO_RESULT}{record['run_id']}", FAILED[record["status"]]
-        rows += [of_record(record, exhibit, metric, text, "text") for exhibit in record.get("exhibits", [])]
+        drawn = record.get("exhibits", []) if exhibit is None else [exhibit]
+        rows += [of_record(record, each, metric, text, "text") for each in drawn]
     return pd.DataFrame([dict.fromkeys(tidy.COLUMNS, "") | row for row in rows], columns=tidy.COLUMNS).astype(str)
 
 
@@ -113,7 +115,7 @@ def make(
 ) -> None:
     """Write an exhibit's table; with `runs_out` its list of runs, with `draw_in` its picture in that folder too."""
     loaded = apart(load(records))
-    lanes = [measured_rows(paper_of(exhibit), loaded)]
+    lanes = [measured_rows(paper_of(exhibit), loaded, exhibit)]
     lanes.append(reference_rows(exhibit, load(reference), lanes[0]))
     planned = tidy.read_table(modelled) if modelled else lanes[0].iloc[:0]
     tidy.write_table(assemble(exhibit, published, planned, *lanes), out)

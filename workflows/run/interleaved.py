@@ -27,7 +27,7 @@ from memascend.training import processes
 from workflows import staleness
 from workflows.refusals import ready
 from workflows.run import children, provenance
-from workflows.run.training import job_of, parser, point, require_space, sizes_of
+from workflows.run.training import job_of, parameters_of, parser, point, require_space, sizes_of
 
 POINT = ("sequence", "batch", "accumulation")
 WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
@@ -224,14 +224,17 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
     """What of a record follows from the command line alone."""
-    return turns_requested(args) | {"points_requested": [list(point(text)) for text in args.points]}
+    spec, points = model_spec(args.model), [list(point(text)) for text in args.points]
+    return turns_requested(args, spec) | {"points_requested": points}
 
 
-def turns_requested(args: argparse.Namespace) -> dict[str, Any]:
-    """As `requested`, of every program in which arms take turns."""
+def turns_requested(args: argparse.Namespace, spec: Any) -> dict[str, Any]:
+    """As `requested`, of every program in which arms of this model take turns; None is what it must not have."""
     fields = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
-    arms = [dict(zip(("system", "arm", "dtype", "environment"), word.split(":"), strict=False)) for word in args.arms]
-    return fields | {"twin": {"k": args.k}, "arms": arms, "time_limit_s": args.time_limit}
+    words = [[*word.split(":"), None][:4] for word in args.arms]
+    arms = [dict(zip(("system", "arm", "dtype", "environment"), each, strict=True)) for each in words]
+    twin = {"k": args.k, "parameters": parameters_of(spec, args.k)}
+    return fields | {"twin": twin, "arms": arms, "time_limit_s": args.time_limit}
 
 
 def write(
@@ -240,7 +243,8 @@ def write(
     """The record of a run in which arms took turns; `committed`: the model is one of memascend/planner/models."""
     systems, models = sorted({arm.system_name for arm in arms}), [args.model] if committed else []
     code = staleness.digest(f"workflows.run.{program}", systems, models)
-    common = turns_requested(args) | {
+    common = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")} | {
+        "time_limit_s": args.time_limit,
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
         "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
         "environment": children.settings("time"),

@@ -131,15 +131,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a record follows from the command line alone."""
+    """What of a record follows from the command line alone; None is what it must not have."""
     fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)}
     return fields | {
-        "twin": {"k": args.k},
+        "twin": {"k": args.k, "parameters": parameters_of(model_spec(args.model), args.k)},
         "time_limit_s": args.time_limit,
         "stacks": [stack(text) for text in args.stacks],
         "points_requested": [list(point(text)) for text in args.points],
         "gpus": args.gpus or args.ranks,
     }
+
+
+def parameters_of(spec: Any, k: int) -> int:
+    return sum(tensor.numel for tensor in (spec.twin(k) if k > 1 else spec).tensors())
 
 
 def point(text: str) -> tuple[int, int]:
