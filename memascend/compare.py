@@ -27,8 +27,26 @@ from memascend.simulator.step_picture import draw
 from memascend.simulator.trace import read_trace
 from memascend.terminal import printable
 
+LARGEST = 1e18  # seconds or bytes per second: what is more is no measurement
+# What a record says of its making, and not of what it measured.
+_MADE = frozenset(
+    (
+        "schema_version",
+        "key",
+        "run_id",
+        "kind",
+        "lane",
+        "status",
+        "wall_s",
+        "code_digest",
+        "commit",
+        "dirty",
+        "started_at",
+    )
+)
 # Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
 _STREAMED = {"engine": "", "fio": "fio"}
+_LONGEST = 200  # characters of what a damaged file makes an error say
 SUMS = "SHA256SUMS"  # file of an artifact: digest and path of every other
 MANIFEST = "artifact.json"  # what it was made of
 
@@ -108,7 +126,12 @@ def load(path: Path) -> StepOf | Results:
         )
     if path.is_dir():
         return _together(
-            path, [_results(file) for file in sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])]
+            path,
+            [
+                _results(file)
+                for file in sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])
+                if file.is_file()  # no pipe, at which this would wait for ever
+            ],
         )
     if not path.is_file():
         raise ValueError(
@@ -145,9 +168,10 @@ def _of_artifact(path: Path) -> Iterator[Results]:
             for name in sorted(map(PurePosixPath, file.namelist())):
                 inside = name.parts[1:]
                 if inside == ("tables", "claims.csv") or (inside[:1] == ("records",) and name.suffix == ".json"):
-                    yield _results_of(Path(name), file.read(str(name)).decode("utf-8"))
+                    yield _results_of(path / name, file.read(str(name)).decode("utf-8"))
     except (zipfile.BadZipFile, zlib.error, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path} as an artifact: {error}; copy or download it again") from None
+        said = printable(str(error))[:_LONGEST]
+        raise ValueError(f"cannot read {path} as an artifact: {said}; copy or download it again") from None
     except (RuntimeError, NotImplementedError, KeyError) as error:  # encrypted, compressed in another way, odd names
         raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
 
@@ -227,12 +251,17 @@ def _results_of(path: Path, text: str) -> Results:
             return Results(repeats={}, claims={})
         return Results(
             repeats={},
-            claims={f"{line['claim_id']} ({line['lane']})": (line["verdict"], line["value"]) for line in lines},
+            claims={
+                f"{line['claim_id']} ({line['lane']})": (line["verdict"] or "", line["value"] or "") for line in lines
+            },
         )
     record = _parsed(path, text)
     points = record.get("points")
-    if "run_id" in record:
-        called, settings = str(record["run_id"]), {}  # the same run has the same settings
+    if "run_id" in record:  # the same run has the same settings, but for what a bench finds out by itself
+        bench = record if "benchmark" in record else {}
+        conditions = bench.get("conditions") if isinstance(bench.get("conditions"), dict) else {}
+        scalars = {**{key: value for key, value in bench.items() if key not in _MADE}, **(conditions or {})}
+        called, settings = str(record["run_id"]), {k: v for k, v in scalars.items() if isinstance(v, str | int)}
     else:
         settings = {key: value for key, value in record.items() if isinstance(value, str | int)}
         called = str(settings.pop("benchmark", path.stem))
@@ -255,7 +284,7 @@ def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
             for key, name in timed.items():
                 values = point.get(key)
                 if isinstance(values, list) and values and all(isinstance(v, int | float) for v in values):
-                    if odd := [v for v in values if isinstance(v, bool) or not 0 <= v <= sys.float_info.max]:
+                    if odd := [v for v in values if isinstance(v, bool) or not 0 <= v <= LARGEST]:
                         raise ValueError(f"{called}: {key} holds {str(odd[0])[:20]}, which no time or rate can be")
                     yield " ".join([f"{called}:", *plain, name or ""]).rstrip(), Repeats(values, rate=streamed)
 

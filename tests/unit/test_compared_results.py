@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import zipfile
 
 import pytest
@@ -208,7 +209,7 @@ def test_an_artifact_that_was_changed_is_not_compared(tmp_path, capsys, later, s
     assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "a.zip")]) == 0
 
 
-@pytest.mark.parametrize("value", ["NaN", "-1.0", "true", "Infinity", "1" + "0" * 400])
+@pytest.mark.parametrize("value", ["NaN", "-1.0", "true", "Infinity", "1" + "0" * 308, "1" + "0" * 400])
 def test_what_is_no_time_is_named_and_not_compared(tmp_path, capsys, value):
     record(tmp_path / "a", [1.0] * 5)
     (tmp_path / "b.json").write_text(f'{{"run_id": "r", "points": [{{"arm": "one", "forward_s": [1.0, {value}]}}]}}')
@@ -233,3 +234,28 @@ def test_names_in_an_artifact_cannot_steer_a_terminal(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert r"\x1b[2Kx (modelled): A deviates (1), B reproduced (1)" in said
+
+
+def test_settings_that_a_bench_of_one_run_found_otherwise_are_noted(tmp_path, capsys):
+    for name, target in (("a", "loop"), ("b", "file")):
+        record = {"run_id": "r", "benchmark": "nvme", "target": target, "commit": name, "conditions": {"threads": 2}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(record | {"points": [{"method": "x", "seconds": [1.0]}]}))
+    assert cli.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert capsys.readouterr().err == "note: r: target is loop in A and file in B\n"
+
+
+def test_what_is_no_file_in_a_folder_of_records_is_left_out(tmp_path, capsys):
+    record(tmp_path / "a", [1.0])
+    os.mkfifo(tmp_path / "a/x.json")
+    (tmp_path / "a/y.json").mkdir()
+    (tmp_path / "a/z.json").symlink_to("nowhere")
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+def test_a_damaged_byte_of_an_artifact_is_a_short_line(tmp_path, capsys):
+    artifact(tmp_path / "a.zip", {"tables/claims.csv": CLAIMS, "records/long.json": "x" * 10_000})
+    whole = bytearray((tmp_path / "a.zip").read_bytes())
+    whole[27] = 0x20  # the high byte of the first name's length
+    (tmp_path / "a.zip").write_bytes(whole)
+    assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "a.zip")]) == 2
+    assert len(capsys.readouterr().err) < 500
