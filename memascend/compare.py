@@ -12,6 +12,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import statistics
 import sys
 import zipfile
@@ -181,7 +182,7 @@ def _made_as(path: Path, manifest: dict[str, Any]) -> Results:
     made = {key: manifest.get(key) for key in ("version", "profile")}
     if not all(isinstance(value, str) for value in made.values()):
         raise ValueError(f"{path} is not an artifact: its {MANIFEST} names no version and no profile")
-    return Results(repeats={}, claims={}, settings={"artifact": made})
+    return Results(repeats={}, claims={}, settings={MANIFEST: made})
 
 
 def _checked_root(path: Path, artifact: zipfile.ZipFile) -> str:
@@ -223,7 +224,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # with the mark that some editors begin a file with
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
 
@@ -260,8 +261,10 @@ def _results_of(path: Path, text: str) -> Results:
     if "run_id" in record:  # the same run has the same settings, but for what a bench finds out by itself
         bench = record if "benchmark" in record else {}
         conditions = bench.get("conditions") if isinstance(bench.get("conditions"), dict) else {}
-        scalars = {**{key: value for key, value in bench.items() if key not in _MADE}, **(conditions or {})}
-        called, settings = str(record["run_id"]), {k: v for k, v in scalars.items() if isinstance(v, str | int)}
+        options = bench.get("options") if isinstance(bench.get("options"), dict) else {}
+        found = {**{key: value for key, value in bench.items() if key not in _MADE}, **(conditions or {})}
+        found |= {name: value for name, value in (options or {}).items() if name not in ("folder", "model")}
+        called, settings = str(record["run_id"]), {k: v for k, v in found.items() if _is_plain(v)}
     else:
         settings = {key: value for key, value in record.items() if isinstance(value, str | int)}
         called = str(settings.pop("benchmark", path.stem))
@@ -272,6 +275,10 @@ def _results_of(path: Path, text: str) -> Results:
     except ValueError as error:
         raise ValueError(f"{path} is not compared: {error}") from None
     return Results(repeats=repeats, claims={}, settings={called: settings} if repeats else {})
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, list) and all(isinstance(v, str | int) for v in value))
 
 
 def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
@@ -326,7 +333,7 @@ def _other_settings(a: Results, b: Results) -> Iterator[str]:
 
 
 def _ratio(b: float, a: float) -> float | None:
-    return b / a if a else None
+    return b / a if a and b / a < math.inf else None
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:

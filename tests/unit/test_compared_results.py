@@ -176,7 +176,7 @@ def test_artifacts_of_two_profiles_are_compared_and_that_is_said(tmp_path, capsy
         made = json.dumps({"version": "1.0", "profile": profile})
         artifact(tmp_path / f"{name}.zip", {"tables/claims.csv": CLAIMS, "artifact.json": made})
     assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "b.zip")]) == 0
-    assert capsys.readouterr().err == "note: artifact: profile is smoke in A and paper in B\n"
+    assert capsys.readouterr().err == "note: artifact.json: profile is smoke in A and paper in B\n"
 
 
 CLAIMS = "claim_id,lane,verdict,value\nx,modelled,deviates,1\n"
@@ -239,9 +239,13 @@ def test_names_in_an_artifact_cannot_steer_a_terminal(tmp_path, capsys):
 def test_settings_that_a_bench_of_one_run_found_otherwise_are_noted(tmp_path, capsys):
     for name, target in (("a", "loop"), ("b", "file")):
         record = {"run_id": "r", "benchmark": "nvme", "target": target, "commit": name, "conditions": {"threads": 2}}
+        record["options"] = {"contexts": [96 if name == "a" else 128], "folder": name}
         (tmp_path / f"{name}.json").write_text(json.dumps(record | {"points": [{"method": "x", "seconds": [1.0]}]}))
     assert cli.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert capsys.readouterr().err == "note: r: target is loop in A and file in B\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "note: r: contexts is [96] in A and [128] in B",
+        "note: r: target is loop in A and file in B",
+    ]
 
 
 def test_what_is_no_file_in_a_folder_of_records_is_left_out(tmp_path, capsys):
@@ -259,3 +263,16 @@ def test_a_damaged_byte_of_an_artifact_is_a_short_line(tmp_path, capsys):
     (tmp_path / "a.zip").write_bytes(whole)
     assert cli.main(["compare", str(tmp_path / "a.zip"), str(tmp_path / "a.zip")]) == 2
     assert len(capsys.readouterr().err) < 500
+
+
+def test_a_ratio_that_is_no_number_is_left_out(tmp_path, capsys):
+    for name, seconds in (("a", 5e-324), ("b", 1e18)):
+        record(tmp_path / name, [seconds] * 5)
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ratio"] is None
+
+
+def test_a_table_of_claims_that_begins_with_a_byte_order_mark_is_read(tmp_path, capsys):
+    (tmp_path / "claims.csv").write_text(CLAIMS, encoding="utf-8-sig")
+    assert cli.main(["compare", str(tmp_path / "claims.csv"), str(tmp_path / "claims.csv")]) == 0
+    assert "1 equal" in capsys.readouterr().out

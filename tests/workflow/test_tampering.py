@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from workflows import registry, staleness
+from workflows import registry, staleness, tidy
 from workflows.artifact import bundle, given, layout, redraw, verify
 from workflows.configuration import Configuration
 from workflows.run.provenance import digest_of
@@ -73,7 +73,14 @@ def folder(tmp_path: Path, checkout: Path) -> Path:
     made = tmp_path / "memascend-0.1.0-smoke"
     head = given.git("rev-parse", "HEAD", root=checkout).strip()
     losses = [2.5, 2.25]
-    record = {"run_id": "train-a", "losses": losses, "loss_checksum": digest_of(losses), **FIELDS}
+    record = {
+        "run_id": "train-a",
+        "losses": losses,
+        "loss_checksum": digest_of(losses),
+        **FIELDS,
+        "stacks": [],
+        "steps": 2,
+    }
     record |= {"samples_sha256": hashlib.sha256(b"time\n").hexdigest(), "kind": "training", "dirty": False}
     record |= {"commit": head, "code_digest": "1" * 64, "key": "2" * 64, "status": "ok", "versions": PACKAGES}
     record |= {"points": [{"sequence": 16, "batch": 1}]}
@@ -192,10 +199,17 @@ def record(**changes: Any) -> Callable[[Path], None]:
             "train-a.json: points_requested[0][1] is 2, and 1 in the list of runs",
         ),
         (record(points=[]), "train-a.json: its points are not those of its points_requested"),
-        (record(stacks=[{}, {}]), "train-a.json: its points are not those of its points_requested"),
+        (record(points=[{"sequence": 16, "batch": 1, "accumulation": []}]), "not a record, or not one of its kind"),
+        (record(points_requested=[[{}]]), "not a record, or not one of its kind"),
+        (record(points=[], points_requested=[], steps=3), "it has not one loss of each step"),
+        (record(loss_checksum=None), "its losses are not those of its loss_checksum"),
+        (
+            record(stacks=[{}, {"x": 1}], points=2 * [{"sequence": 16, "batch": 1, "stack": {}}]),
+            "train-a.json: its points are not those of its points_requested",
+        ),
         (record(lane="modelled"), "train-a.json: lane is modelled, and measured in the list of runs"),
         (record(environment="other"), "train-a.json: environment is other, and None in the list of runs"),
-        (record(kind="bench"), "train-a.json: samples of a run that is no training"),
+        (record(kind="moments"), "train-a.json: samples of a run that is no training"),
         (record(key="3" * 64), "train-a.json: its key is not that of its configuration"),
         (record(code_digest="3" * 64), "records are of the code of the sources: train-a.json"),
         (edit("records/train-a.trace.csv", "time\n1\n"), "train-a.trace.csv is not that of its samples_sha256"),
@@ -215,10 +229,6 @@ def record(**changes: Any) -> Callable[[Path], None]:
             "train-a.json is named, and of the code of the sources",
         ),
         (edit("records/train-a.json", '{"run_id": "train-b", "run_id": "train-a"}'), "the key run_id stands twice"),
-        (
-            edit("records/train-a.json", json.dumps({"run_id": "train-a", "kind": "bench", "samples_sha256": "0"})),
-            "no training",
-        ),
         (
             lambda folder: manifest_of(
                 folder, exhibits=EXHIBITS | {"memascend-alg01": EXHIBITS["memascend-alg01"] | {"doi": None}}
@@ -409,7 +419,7 @@ def test_a_record_of_a_run_without_a_result_is_not_asked_for_what_the_run_would_
         EXPECTED, "records", {"train-a.json": RECORDS["train-a.json"] | {"kind": "no-result", "fields": {}}}
     )
     assert check()
-    assert "note  1 of 1 runs have no result: train-a.json\n" in capsys.readouterr().out
+    assert "note  1 of 1 runs failed, or had too little memory or time: train-a.json\n" in capsys.readouterr().out
 
 
 def test_a_hash_that_is_no_commit_s_is_not_compared(
@@ -481,3 +491,74 @@ def test_files_that_were_changed_before_a_bundle_was_made_are_named_as_a_check_f
     without("source/Snakefile")(folder)
     changed = ["Snakefile", "größe.txt", "library/deep/systems/a.py", "systems/a.py", "with a space.txt"]
     assert sorted(given.changed_sources(folder, head)) == sorted(changed)
+
+
+def turns(folder: Path, **changes: Any) -> list[str]:
+    """What is found of a record of two arms at one point, with these changes."""
+    arms = [{"system": "a", "arm": name, "dtype": "fp16"} for name in ("x", "y")]
+    points = [{"sequence": 16, "batch": 1, **arm, "forward_s": [1.0, 2.0]} for arm in arms]
+    record = {"run_id": "times-a", "kind": "step-times", "status": "ok", "rounds": 2, "arms": arms, "points": points}
+    path = folder / "times-a.json"
+    path.write_text(json.dumps(record | {"points_requested": [[16, 1]]} | changes))
+    return list(given.contradictions(path))
+
+
+def test_arms_that_took_turns_have_every_round_of_every_point(tmp_path: Path) -> None:
+    assert turns(tmp_path) == []
+    one = {"sequence": 16, "batch": 1, "system": "a", "arm": "x", "dtype": "fp16", "forward_s": [1.0, 2.0]}
+    assert turns(tmp_path, points=[one, one]) == ["its points are not those of its points_requested"]
+    assert turns(tmp_path, rounds=1) == ["its points have not 1 rounds each"]
+
+
+def test_a_bench_that_took_other_options_than_its_command_line_has_is_found(tmp_path: Path) -> None:
+    asked = {"options": ["--twin", "32", "--contexts", "96,128", "--mix", "a:1,b:2", "--folder", "x"]}
+    record = {"run_id": "kernel-a", "kind": "bench", "status": "ok", "points_requested": asked}
+    path = tmp_path / "kernel-a.json"
+    for twin, said in ((32, []), (64, ["its option twin is 64, and 32 in its points_requested"])):
+        taken = {"twin": twin, "contexts": [96, 128], "mix": "a:1,b:2", "folder": "y"}
+        path.write_text(json.dumps(record | {"options": taken}))
+        assert list(given.contradictions(path)) == said
+
+
+def test_bytes_between_the_files_of_a_zip_or_after_them_are_refused(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "b.zip"
+    bundle.pack(folder, path, folder.name, (2026, 1, 2, 3, 4, 6))
+    whole = path.read_bytes()
+    end = whole.rindex(b"PK\x05\x06")
+    begin = int.from_bytes(whole[end + 16 : end + 20], "little")
+    later = whole[:end] + whole[end:].replace(begin.to_bytes(4, "little"), (begin + 40).to_bytes(4, "little"))
+    gap = later[:begin] + b"PK\x03\x04" + bytes(36) + later[begin:]
+    for odd in (gap, whole + b"more"):
+        path.write_bytes(odd)
+        with pytest.raises(ValueError, match="it holds bytes that are of none of its files"):
+            verify.unpack(path, tmp_path / "into")
+
+
+def test_no_folder_is_kept_of_a_check_that_ended_early(
+    folder: Path, check: Callable[..., bool], tmp_path: Path
+) -> None:
+    edit("source/systems/a.py", "a = 2")(folder)
+    (tmp_path / "kept").mkdir()
+    assert not check(keep=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "bench", "status": "timeout"},
+        {"kind": "training", "status": "failed"},
+        {"kind": "training", "status": "oom", "losses": [1.0]},
+        {"kind": "step-times", "status": "timeout", "points": []},
+        {"kind": "no-result", "status": "ok"},
+        {"kind": "no-result", "status": "failed", "benchmark": "adamw"},
+    ],
+)
+def test_a_record_that_could_not_be_written_does_not_fit_its_schema(changes: dict[str, Any]) -> None:
+    path = next(iter(sorted((registry.ROOT / "results/reference/epyc-genoa-2core").glob("train-*-as_published.json"))))
+    record = json.loads(path.read_text())
+    tidy.check(record, "record.schema.json", "it")
+    kept = {name: value for name, value in record.items() if name not in ("losses", "memory", "ledger", "phases")}
+    kept |= {"exit_status": 1, "reason": "x"} if changes["kind"] == "no-result" else {}
+    with pytest.raises(tidy.TableError):
+        tidy.check(kept | changes, "record.schema.json", "it")

@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the zip")
     args = parser.parse_args()
     try:
+        if args.config.get("against"):
+            raise ValueError("a report that compares with --config against=FILE is not packed: leave that out")
         known = Configuration(args.config, [])
         manifest = manifest_of(known)
         with tempfile.TemporaryDirectory(prefix="memascend-artifact-") as made:

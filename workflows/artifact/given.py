@@ -7,6 +7,7 @@ So the sources are compared with the commit that the bundle names, where this ch
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -30,12 +31,13 @@ from workflows.artifact.layout import (
     name_of,
     sha256,
 )
-from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import ROOT, digest_of
 from workflows.staleness import PACKAGES
 
 CONFIG = "workflows/config/config.yaml"
 VERSIONS = ("python", *PACKAGES)  # that a record has
+_ARM = ("system", "arm", "dtype")
+_PLACES = ("folder", "model", "trace")  # options of a bench whose values name files, or that it counts otherwise
 LINK = "120000"  # git's mode of a symbolic link
 
 
@@ -151,42 +153,90 @@ def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def contradictions(path: Path) -> Iterator[str]:
+    """What a record says that does not go together."""
     try:
         record = parsed(path.read_text(encoding="utf-8"))
-        run_id = record["run_id"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        yield str(error) if isinstance(error, TwiceError) else "not a record"
-        return
-    if run_id != path.stem:
-        yield f"of the run {_brief(run_id)}"
-    if "loss_checksum" in record and record["loss_checksum"] != digest_of(record.get("losses")):
+        run_id, kind, is_ok = record["run_id"], record.get("kind"), record.get("status") == "ok"
+        if run_id != path.stem:
+            yield f"of the run {_brief(run_id)}"
+        if kind == "training":
+            yield from _other_losses(record, is_ok)
+        if kind == "bench":
+            yield from _other_options(record)
+        if is_ok and kind in ("training", "step-times"):
+            yield from _other_points(record)
+        yield from _other_samples(path, record)
+    except TwiceError as error:
+        yield str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        yield "not a record, or not one of its kind"
+
+
+def _other_losses(record: dict[str, Any], is_ok: bool) -> Iterator[str]:
+    if is_ok and record.get("loss_checksum") != digest_of(record.get("losses")):
         yield "its losses are not those of its loss_checksum"
-    if record.get("status") == "ok" and isinstance(record.get("points"), list):
-        yield from _other_points(record)
+    elif is_ok and not record.get("points") and len(record["losses"]) != record["steps"]:
+        yield "it has not one loss of each step"
+
+
+def _other_samples(path: Path, record: dict[str, Any]) -> Iterator[str]:
     samples, said = path.with_suffix(TRACE), record.get("samples_sha256")
-    if said is not None and record.get("kind") != "training":
-        yield "samples of a run that is no training"
-    elif samples.is_file() != (said is not None):
-        yield f"{samples.name} is missing" if said else f"{samples.name} is there, and the record has no samples_sha256"
-    elif said is not None and said != sha256(samples):
+    if record.get("kind") != "training":
+        if said is not None or samples.is_file():
+            yield "samples of a run that is no training"
+    elif not samples.is_file():
+        yield f"{samples.name} is missing"
+    elif said is None:
+        yield f"{samples.name} is there, and the record has no samples_sha256"
+    elif said != sha256(samples):
         yield f"{samples.name} is not that of its samples_sha256"
 
 
 def _other_points(record: dict[str, Any]) -> Iterator[str]:
-    """Where what was asked for is a list of points: each has to be there, once for each stack or arm."""
-    try:
-        asked = [tuple(each) for each in record["points_requested"]]
-        found = Counter((each["sequence"], each["batch"], *_more(each)) for each in record["points"])
-        times = len(record["arms"]) if record["kind"] == "step-times" else max(1, len(record.get("stacks", [])))
-    except (KeyError, TypeError):
-        return  # of a bench, whose points are its own
-    asked = asked or [(record["sequence"], record["batch"])]
-    if found != Counter(asked * times):
+    """Each point that was asked for has to be there, once for each stack or arm, with all rounds."""
+    asked = [tuple(each) for each in record.get("points_requested") or ()]
+    if record["kind"] == "step-times":
+        ways: list[Any] = [tuple(each[name] for name in _ARM) for each in record["arms"]]
+        found = [(*_place(each), *(each[name] for name in _ARM)) for each in record["points"]]
+        lists = [value for each in record["points"] for name, value in each.items() if name.endswith("_s")]
+        if any(len(value) != record["rounds"] for value in lists):
+            yield f"its points have not {_brief(record['rounds'])} rounds each"
+    elif asked or record.get("stacks"):
+        asked = asked or [(record["sequence"], record["batch"])]
+        ways = [(json.dumps(each, sort_keys=True),) for each in record["stacks"]] or [()]
+        found = [
+            (*_place(each), *((json.dumps(each["stack"], sort_keys=True),) if record["stacks"] else ()))
+            for each in record.get("points", ())
+        ]
+    else:
+        return
+    if Counter(found) != Counter((*point, *way) for point in asked for way in ways):
         yield "its points are not those of its points_requested"
 
 
-def _more(point: dict[str, Any]) -> list[Any]:
-    return [point["accumulation"]] if "accumulation" in point else []
+def _place(point: dict[str, Any]) -> tuple[Any, ...]:
+    accumulation = (point["accumulation"],) if "accumulation" in point else ()
+    return (point["sequence"], point["batch"], *accumulation)
+
+
+def _other_options(record: dict[str, Any]) -> Iterator[str]:
+    """Options that a bench has taken, where they are others than those of its command line."""
+    words, taken = record["points_requested"]["options"], record.get("options") or {}
+    for option, value in itertools.pairwise(words):
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or name not in taken or name in _PLACES:
+            continue
+        is_list = isinstance(taken[name], list)
+        found, asked = (taken[name], value.split(",")) if is_list else ([taken[name]], [value])
+        if [_number(str(each)) for each in found] != [_number(each) for each in asked]:
+            yield f"its option {name} is {_brief(taken[name])}, and {_brief(value)} in its points_requested"
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 class TwiceError(ValueError):
@@ -226,16 +276,16 @@ def provenance_of(folder: Path, expected: dict[str, Any], manifest: dict[str, An
     """What a reader should know of records: that they have no result, or say that another checkout than the bundle's
     commit, or other packages, made them."""
     records, commit = {name: record for name, record, _ in _both(folder, expected)}, manifest.get("commit")
-    without = [name for name, record in records.items() if record.get("kind") == NO_RESULT]
+    without = [name for name, record in records.items() if record.get("status") != "ok"]
     if without:
-        yield f"{len(without)} of {len(records)} runs have no result: {_some(without)}"
+        yield f"{len(without)} of {len(records)} runs failed, or had too little memory or time: {_some(without)}"
     packages = manifest["packages"]
     odd = [
         name
         for name, record in records.items()
         if not expected[name]["has_own_packages"]
         if not isinstance(said := record.get("versions"), dict)
-        or any(said.get(package) != version for package, version in packages.items() if package in VERSIONS)
+        or any(said.get(package) != packages.get(package) for package in VERSIONS)
     ]
     if odd:
         yield f"{len(odd)} of {len(records)} records are of other packages than artifact.json names: {_some(odd)}"

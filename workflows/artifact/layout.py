@@ -18,8 +18,8 @@ EXPECTED = "expected.json"  # of a check: what the sources say that exhibits and
 FORMAT = 2
 ANY = "*"  # in what is expected of a record: whatever it says
 # What artifact.json says, and the packages that decide the bytes of a table or picture.
-KEYS = ("format", "version", "profile", "commit", "committed", "changed_since", "measured_by_other_code", "config")
-KEYS += ("packages", "exhibits")
+KEYS: tuple[str, ...] = ("format", "version", "profile", "commit", "committed", "changed_since", "config", "packages")
+KEYS += ("measured_by_other_code", "exhibits")
 DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import importlib
 import json
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ from workflows.artifact.layout import ANY, EXPECTED, FIGURES, MANIFEST, RECORDS,
 from workflows.configuration import Configuration
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
+from workflows.run import bench, interleaved, path_twin, training
 from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import record_key
 from workflows.staleness import digest
@@ -35,6 +35,7 @@ PACKAGES = ("hardware", "memascend", "workflows")
 # Program of a run -> kind of its record.
 KINDS = {"training": "training", "bench": "bench", "interleaved": "step-times", "path_twin": "step-times"}
 KINDS |= {"probe": "testbed"}
+PROGRAMS: dict[str, Any] = {"training": training, "bench": bench, "interleaved": interleaved, "path_twin": path_twin}
 
 
 def lane(paper: str, out: Path) -> None:
@@ -109,14 +110,17 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
         code = {"code_digest": digest("workflows.run.no_result"), "has_own_packages": False}
         return {"kind": NO_RESULT, "fields": fields, **code, **key}
     if run["module"] != "probe":
-        module = importlib.import_module(f"workflows.run.{run['module']}")
+        module = PROGRAMS[run["module"]]
         args = module.parse(["--run-id", run_id, "--out", path.name, *shlex.split(run["words"])])
         fields |= module.requested(args)
     fields.pop("time_limit_s", None)  # nothing is measured with it
     if run["module"] == "bench":  # its drive is another where a node has one
         options = fields["points_requested"]["options"]
         options[:] = [ANY if before == "--folder" else each for before, each in zip(["", *options], options)]
-    code = {"code_digest": known.measured_by(run_id), "has_own_packages": any(run["environments"])}
+    code = {
+        "code_digest": known.measured_by(run_id),
+        "has_own_packages": run["module"] == "training" and any(run["environments"]),
+    }
     return {"kind": KINDS[run["module"]], "fields": fields, **code, **key}
 
 

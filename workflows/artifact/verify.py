@@ -68,6 +68,8 @@ TABLE_OF_CLAIMS = "tables/claims.csv"
 REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # types of an entry; 0 where the program that packed it says none
 # Extra fields of an entry: sizes over 4 GiB, and times and owners, which other programs add.
 HARMLESS = {0x0001, 0x000A, 0x5455, 0x5855, 0x7855, 0x7875}
+_STREAMS = 1 << 3  # flag of an entry: its sizes come after it
+_STREAMED = (12, 16, 20, 24)  # so many bytes of them
 NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
 
@@ -81,6 +83,8 @@ def unpack(bundle: Path, into: Path) -> Path:
                 raise ValueError("it does not begin with its first file: it is not unpacked")
             if odd := [entry.filename for entry in file.infolist() if set(extras(file, entry)) - HARMLESS]:
                 raise ValueError(f"{odd[0]} has a second name or more than a file needs: it is not unpacked")
+            if not is_dense(file):
+                raise ValueError("it holds bytes that are of none of its files: it is not unpacked")
             types = {entry.filename: stat.S_IFMT(entry.external_attr >> 16) for entry in file.infolist()}
             if odd := [name for name, kind in types.items() if kind not in REGULAR]:
                 raise ValueError(f"{odd[0]} is a link or a device, not a file: it is not unpacked")
@@ -107,6 +111,26 @@ def unpack(bundle: Path, into: Path) -> Path:
         what = "one file" if len(folders) == 1 else len(folders)
         raise ValueError(f"it is no bundle: of files and folders at its top there has to be one folder, not {what}")
     return folder
+
+
+def is_dense(file: zipfile.ZipFile) -> bool:
+    """Whether the files follow one another, up to the list at the end, and nothing comes after it: what lies between
+    them, other programs may take for files. Sizes may follow a file, where the program that packed it streamed."""
+    assert file.fp is not None
+    end = 0
+    for entry in sorted(file.infolist(), key=lambda each: each.header_offset):
+        if entry.header_offset - end not in ((0, *_STREAMED) if end else (0,)):
+            return False
+        file.fp.seek(entry.header_offset)
+        _, _, flags, method, _, _, crc, packed, _, name, extra = struct.unpack("<4s5H3L2H", file.fp.read(30))
+        if not (flags & _STREAMS or packed == 0xFFFFFFFF or (crc, packed) == (entry.CRC, entry.compress_size)):
+            return False
+        if method != entry.compress_type:
+            return False
+        end = entry.header_offset + 30 + name + extra + entry.compress_size
+    size = os.fstat(file.fp.fileno()).st_size
+    file.fp.seek(size - 22 - len(file.comment))
+    return file.start_dir - end in (0, *_STREAMED) and file.fp.read(4) == b"PK\5\6"
 
 
 def extras(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int]:
@@ -388,6 +412,8 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
         if wrong:
             exhibits = f"{len(manifest['exhibits'])} exhibits"
             print(f"FAIL  {printable(bundle.name)}, {exhibits}: nothing of it was run, so nothing was drawn again")
+            if keep is not None:
+                keep.rmdir()  # as nothing is in it
             return False
         take_away(folder)
         try:

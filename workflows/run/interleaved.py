@@ -225,7 +225,7 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
 def requested(args: argparse.Namespace) -> dict[str, Any]:
     """What of a record follows from the command line alone."""
     spec, points = model_spec(args.model), [list(point(text)) for text in args.points]
-    return turns_requested(args, spec) | {"points_requested": points}
+    return turns_requested(args, spec) | {"points_requested": points, "time_twin": None, "duplex": None}
 
 
 def turns_requested(args: argparse.Namespace, spec: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
     """What of a record follows from the command line alone."""
-    return turns_requested(args, spec("mlpoffload", args.model)) | paths_requested(args)
+    return turns_requested(args, spec("mlpoffload", args.model)) | paths_requested(args) | {"time_twin": None}
 
 
 def paths_requested(args: argparse.Namespace) -> dict[str, Any]:

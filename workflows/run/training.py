@@ -135,6 +135,8 @@ def requested(args: argparse.Namespace) -> dict[str, Any]:
     fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)}
     return fields | {
         "twin": {"k": args.k, "parameters": parameters_of(model_spec(args.model), args.k)},
+        "parts": load_system(args.system, args.arm).parts(args.arm),
+        "time_twin": None,
         "time_limit_s": args.time_limit,
         "stacks": [stack(text) for text in args.stacks],
         "points_requested": [list(point(text)) for text in args.points],
@@ -286,9 +288,8 @@ def _record(
     args: argparse.Namespace, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
 ) -> dict[str, Any]:
     parameters = sum(tensor.numel for tensor in twin.tensors())
-    fields = requested(args) | {
+    fields = {name: value for name, value in requested(args).items() if value is not None} | {
         "status": outcome["status"],
-        "parts": system.parts(args.arm),
         "twin": {"k": args.k, "parameters": parameters, "config": twin.hf_config_dict()},
         "wall_s": outcome["wall_s"],
         "samples_sha256": outcome["samples_sha256"],
