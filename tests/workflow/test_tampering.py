@@ -51,10 +51,10 @@ SOURCES = {
 }
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A project of five files, one of them also below a link to its folder, in git."""
-    root = tmp_path / "checkout"
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project of five files, one of them also below a link to its folder, in git; nobody changes it."""
+    root = tmp_path_factory.mktemp("project") / "checkout"
     (root / "library/deep").mkdir(parents=True)
     (root / "systems").mkdir()
     _parent(root / given.CONFIG).write_text(yaml.safe_dump(CONFIG))

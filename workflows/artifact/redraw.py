@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import json
 import multiprocessing
 import os
@@ -26,7 +27,6 @@ from workflows.artifact.layout import ANY, EXPECTED, FIGURES, MANIFEST, RECORDS,
 from workflows.configuration import Configuration
 from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
-from workflows.run import bench, interleaved, path_twin, training
 from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import record_key
 from workflows.staleness import digest
@@ -35,7 +35,6 @@ PACKAGES = ("hardware", "memascend", "workflows")
 # Program of a run -> kind of its record.
 KINDS = {"training": "training", "bench": "bench", "interleaved": "step-times", "path_twin": "step-times"}
 KINDS |= {"probe": "testbed"}
-PROGRAMS: dict[str, Any] = {"training": training, "bench": bench, "interleaved": interleaved, "path_twin": path_twin}
 
 
 def lane(paper: str, out: Path) -> None:
@@ -97,6 +96,14 @@ def expected(profile: str, records: Path, experiments: Path | None = None) -> di
     return {"exhibits": exhibits, "records": {name: record_expected(known, records / name) for name in names}}
 
 
+@functools.cache
+def programs() -> dict[str, Any]:
+    """Those that make records, by the names of runs."""
+    from workflows.run import bench, interleaved, path_twin, training  # seconds, which a refusal need not take
+
+    return {"training": training, "bench": bench, "interleaved": interleaved, "path_twin": path_twin}
+
+
 def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
     """Of a record what its run's command line says, the code that makes it, and the key that its own fields have."""
     try:
@@ -110,7 +117,7 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
         code = {"code_digest": digest("workflows.run.no_result"), "has_own_packages": False}
         return {"kind": NO_RESULT, "fields": fields, **code, **key}
     if run["module"] != "probe":
-        module = PROGRAMS[run["module"]]
+        module = programs()[run["module"]]
         args = module.parse(["--run-id", run_id, "--out", path.name, *shlex.split(run["words"])])
         fields |= module.requested(args)
     fields.pop("time_limit_s", None)  # nothing is measured with it
