@@ -35,6 +35,7 @@ STAYS_WITH = {
     "tests/unit/test_planner_lane.py": "tests/workflow/test_plots.py",
     "tests/workflow/test_claims.py": "tests/workflow/test_plots.py",
     "tests/workflow/test_derive.py": "tests/workflow/test_plots.py",
+    "tests/workflow/test_report_in_a_browser.py": "tests/workflow/test_report.py",
 }
 # First what takes longest, so that no process is left with it at the end.
 LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")

@@ -1,6 +1,7 @@
 """`memascend train --system lohan` writes checkpoints while it trains on: those of a run that waits for them, to the
 bit."""
 
+import functools
 import json
 import os
 import subprocess
@@ -35,19 +36,37 @@ def facts_of(checkpoint):
     return {name: value for name, value in facts.items() if "random" not in name}
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return text_folder(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory, text):
+    """Options beyond `OPTIONS` -> the output of a run that waits for its checkpoints; it trains once."""
+
+    @functools.cache
+    def run(*more):
+        output = tmp_path_factory.mktemp("waiting") / "run"
+        done = train(output, *OPTIONS, "--data", str(text), *more, "--save-in-foreground")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "of which training waited" not in done.stdout
+        return output
+
+    return run
+
+
 @pytest.mark.parametrize(
     "more",
     [pytest.param(more, id=name, marks=[pytest.mark.slow] if more else []) for name, more in WAYS.items()],
 )
-def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, more):
-    text = text_folder(tmp_path)
-    for name, words in (("ours", ()), ("theirs", ("--save-in-foreground",))):
-        done = train(tmp_path / name, *OPTIONS, "--data", str(text), *more, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
-        beside = [line for line in done.stdout.splitlines() if "of which training waited" in line]
-        assert [line.split()[0] for line in beside] == (["2", "4", "6"] if name == "ours" else [])
-    assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
-    found, expected = (listed(tmp_path / name / "checkpoints")[0] for name in ("ours", "theirs"))
+def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, text, waiting, more):
+    done = train(tmp_path / "ours", *OPTIONS, "--data", str(text), *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    beside = [line for line in done.stdout.splitlines() if "of which training waited" in line]
+    assert [line.split()[0] for line in beside] == ["2", "4", "6"]
+    assert losses(tmp_path / "ours") == losses(waiting(*more))
+    found, expected = (listed(output / "checkpoints")[0] for output in (tmp_path / "ours", waiting(*more)))
     assert [each.step for each in found] == [each.step for each in expected] == [2, 4, 6, 7]
     for ours, theirs in zip(found, expected, strict=True):
         assert files_of(ours) == files_of(theirs)
@@ -63,10 +82,9 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, more):
     assert rows[3]["stood_still_s"] == rows[3]["seconds"]  # the last one: there is nothing to go on with
 
 
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_line_and_loses_no_step(tmp_path):
-    text = text_folder(tmp_path)
-    reference = train(tmp_path / "reference", *OPTIONS, "--data", str(text))
-    assert reference.returncode == 0, reference.stderr
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_line_and_loses_no_step(
+    tmp_path, text, waiting
+):
     with small_file_system(tmp_path / "small", 160 << 20) as small:
         output, filler = small / "run", small / "filler"
         options = [*OPTIONS, "--data", str(text), "--nvme", str(tmp_path / "nvme"), "--log-every", "1"]
@@ -90,7 +108,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_
         done = train(output, "--resume")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "whose states are on the SSD" in done.stdout
-        assert losses(output) == losses(tmp_path / "reference")
+        assert losses(output) == losses(waiting())
 
 
 def fill(path, leave):

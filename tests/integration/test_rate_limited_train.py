@@ -18,7 +18,7 @@ READ, WRITE = 40e6, 30e6  # bytes per second, below what any path of ours does
     ("system", "arm"),
     [
         ("memascend", "memascend"),
-        ("zero_infinity", "as_published"),
+        pytest.param("zero_infinity", "as_published", marks=pytest.mark.slow),
         pytest.param("lohan", "optimized", marks=pytest.mark.slow),
         pytest.param("mlp_offload", "zero3", marks=pytest.mark.slow),
     ],

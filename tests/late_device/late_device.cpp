@@ -4,11 +4,16 @@
 //
 // The current stream computes at once, after what it was told to wait for. Other streams keep their copies until an
 // event of theirs is waited for or synchronised with, or has been asked for `lateness` times.
+//
+// torch/extension.h is not included: with it the compiler takes 21 s instead of 9.
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>
