@@ -1,6 +1,7 @@
 """The simulator's validation: steps that last as simulated have no error, and rates come from no judged step."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,25 @@ def test_what_is_no_such_record_or_lacks_a_phase_is_refused_in_one_line(tmp_path
         validation.judge_again(record)
     with pytest.raises(ValueError, match="leave one of them out"):
         validation.main(["--out", str(tmp_path / "x.json"), "--record", str(record), "--folder", str(tmp_path)])
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_a_training_is_stopped_with_its_last_trace_and_leaves_nothing_else(tmp_path):
+    paths = {tmp_path / "drives" / "path0": [400e6, 300e6]}
+    model = validation._fewer_blocks(tmp_path, 4)
+    run, point = ("zero_infinity", "as_published"), (32, 32, 1)
+    validation.train(tmp_path, paths, run, point, "slow", model)
+    traces = validation.traces_of(tmp_path, run, point, "slow")
+    assert sorted(tmp_path.iterdir()) == sorted([*traces, Path(model)])
+    assert len(validation.steps_of(tmp_path, run, point, "slow")) == validation.STEPS - 1
+    made = [trace.stat().st_mtime_ns for trace in traces]
+    validation.train(tmp_path, paths, run, point, "slow", model)
+    assert [trace.stat().st_mtime_ns for trace in traces] == made
+
+
+def test_a_training_that_fails_is_an_error(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError):
+        validation.train(
+            tmp_path, {tmp_path / "drives" / "path0": None}, ("lohan", "optimized"), (32, 32, 1), "x", "nobody"
+        )

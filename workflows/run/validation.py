@@ -5,7 +5,7 @@ simulator's; MLP-Offload has two, all others the first. What the training's thre
 the same system trains a quarter and half of the blocks of each size (fewer fit into the caches, and say nothing of
 more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
 block's seconds (its slope) and those of what lies outside the blocks. Memory, copies and AdamW are micro-benchmarks. No
-judged step gives a rate. It takes an hour, in which the machine has to be free of other work. With `--folder` the
+judged step gives a rate. It takes 40 minutes, in which the machine has to be free of other work. With `--folder` the
 traces are kept, and what is there is not measured again. `--record` judges what a record measured once more, by the
 simulator as it is now.
 
@@ -25,10 +25,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,9 +125,7 @@ def measure(folder: Path) -> None:
     """Rates, then the smaller models, then the judged steps."""
     if not (folder / "rates.json").exists():
         (folder / "rates.json").write_text(json.dumps(rates_here(), indent=1) + "\n")
-    paths = [folder / path["name"] for path in PATHS]
-    for path in paths:
-        path.mkdir(exist_ok=True)
+    paths = [folder / "drives" / path["name"] for path in PATHS]
     smaller_models(folder, paths, ROUNDS[0])
     for drive in DRIVES:
         rates = [[1e9 * float(path[f"{way}_gb_per_s"]) for way in ("read", "write")] for path in paths_of(drive)]
@@ -172,20 +172,40 @@ def told(run: Run, point: Point, model: str) -> dict[str, Any]:
 
 def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: Point, called: str, model: str) -> None:
     """Steps by `memascend train`, each but the first leaves its trace; what is there is kept. `paths`: the bytes per
-    second that each reads and writes, None: as fast as it can."""
-    traces = traces_of(folder, run, point, called)
-    if traces[-1].exists():
+    second that each reads and writes, None: as fast as it can. With the last trace it is stopped: the checkpoint that
+    would follow takes as long as the steps."""
+    *_, last = traces = traces_of(folder, run, point, called)
+    if _is_whole(last):
         return
     name, output = traces[0].stem.removesuffix("-2"), folder / "run"
-    shutil.rmtree(output, ignore_errors=True)  # of a call that was killed
+    drives = {path.parent for path in paths}  # what slows a path keeps a file beside it
+    for left in (output, *drives):  # by a call that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    for path in paths:
+        path.mkdir(parents=True)
     keys = told(run, point, model) | {"output": output, "trace": folder / f"{name}-{{step}}.json"}
     keys |= {"tiers": [*paths]} if RUNS[run].get("tiers") else {"nvme": next(iter(paths))}
     limits = {str(path): rates for path, rates in paths.items() if rates}
     command = [sys.executable, "-m", "workflows.run.rate_limited_train", json.dumps(limits)]
     for key, value in keys.items():
         command += [f"--{key.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    shutil.rmtree(output)  # its checkpoint: ninety of them would be 70 GB
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as training:
+        while training.poll() is None and not _is_whole(last):
+            time.sleep(0.1)
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second one quits at once
+            training.send_signal(number)
+    if not _is_whole(last):
+        raise subprocess.CalledProcessError(training.returncode, command)
+    for left in (output, *drives):
+        shutil.rmtree(left)
+
+
+def _is_whole(trace: Path) -> bool:
+    try:
+        read_trace(trace)
+    except ValueError:
+        return False
+    return True
 
 
 def _fewer_blocks(folder: Path, blocks: int) -> str:
