@@ -25,6 +25,7 @@ from memascend.suggestions import did_you_mean
 from workflows import registry
 from workflows.experiments import Experiments
 from workflows.refusals import checked, fail
+from workflows.run import no_result
 from workflows.staleness import Tree, versions
 
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
@@ -177,8 +178,11 @@ class Configuration:
             return ""
         return f"{self.measured_by(run_id)} {json.dumps(versions(), sort_keys=True)}"
 
-    def measured_by(self, run_id: str) -> str:
-        """Digest of the code that makes the record, as the record has it."""
+    def measured_by(self, run_id: str, kind: str = "") -> str:
+        """Digest of the code that makes the record, as the record has it; `kind`: of a record that is there, since one
+        of a run without a result is made by other code."""
+        if kind == no_result.KIND:
+            return self._digest("workflows.run.no_result", (), ())
         run = self.run(run_id)
         models = None if run["models"] is None else tuple(run["models"])
         return self._digest(f"workflows.run.{run['module']}", tuple(run["systems"]), models)

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from workflows import registry, staleness, tidy
-from workflows.artifact import bundle, given, layout, redraw, verify
+from workflows.artifact import bundle, given, layout, redraw, unpack, verify
 from workflows.configuration import Configuration
 from workflows.run.provenance import digest_of
 
@@ -532,6 +532,17 @@ def test_bytes_between_the_files_of_a_zip_or_after_them_are_refused(folder: Path
         path.write_bytes(odd)
         with pytest.raises(ValueError, match="it holds bytes that are of none of its files"):
             verify.unpack(path, tmp_path / "into")
+
+
+def test_a_zip_that_would_unpack_to_more_than_any_bundle_holds_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "b.zip"
+    bundle.pack(folder, path, folder.name, (2026, 1, 2, 3, 4, 6))
+    monkeypatch.setattr(unpack, "LARGEST", 1000)
+    with pytest.raises(ValueError, match="no bundle has over 4: it is not unpacked"):
+        verify.unpack(path, tmp_path / "into")
+    assert not (tmp_path / "into").exists()
 
 
 def test_no_folder_is_kept_of_a_check_that_ended_early(

@@ -45,9 +45,8 @@ from workflows.artifact.layout import (
 from workflows.configuration import Configuration
 from workflows.derive.citation import project
 from workflows.derive.report import ASSETS
-from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import atomically
-from workflows.staleness import digest, versions
+from workflows.staleness import versions
 
 PICTURES = (".svg", ".pdf", ".png", ".csv", ".md")
 TEXT = """\
@@ -117,9 +116,7 @@ def other_code(known: Configuration, exhibits: dict[str, dict[str, Any]]) -> lis
         if not (path := Path(known.raw, name)).is_file():
             continue  # `fill` says so
         record = json.loads(path.read_text(encoding="utf-8"))
-        lost = record["kind"] == NO_RESULT
-        code = digest("workflows.run.no_result") if lost else known.measured_by(record["run_id"])
-        if record["code_digest"] != code:
+        if record["code_digest"] != known.measured_by(record["run_id"], record["kind"]):
             found.append(name)
     return found
 

@@ -29,7 +29,6 @@ from workflows.derive import claims, figure, report, table
 from workflows.derive.site.content import gather
 from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import record_key
-from workflows.staleness import digest
 
 PACKAGES = ("hardware", "memascend", "workflows")
 # Program of a run -> kind of its record.
@@ -114,7 +113,7 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
     run_id, run = path.stem, known.run(path.stem)
     fields: dict[str, Any] = {"lane": "measured"}
     if record.get("kind") == NO_RESULT:
-        code = {"code_digest": digest("workflows.run.no_result"), "has_own_packages": False}
+        code = {"code_digest": known.measured_by(run_id, NO_RESULT), "has_own_packages": False}
         return {"kind": NO_RESULT, "fields": fields, **code, **key}
     if run["module"] != "probe":
         module = programs()[run["module"]]

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # types of an entry; 0 where the program that packed it says none
 # Extra fields of an entry: sizes over 4 GiB, and times and owners, which other programs add.
 HARMLESS = {0x0001, 0x000A, 0x5455, 0x5855, 0x7855, 0x7875}
+LARGEST = 4 << 30  # bytes that are unpacked; a bundle of all profiles has less than a twentieth of it
 _STREAMS = 1 << 3  # flag of an entry: its sizes come after it
 _STREAMED = (12, 16, 20, 24)  # so many bytes of them
 
@@ -34,6 +35,8 @@ def unpack(bundle: Path, into: Path) -> Path:
                 raise ValueError("it holds a path that leads out of it: it is not unpacked")
             if len(set(names)) < len(names):
                 raise ValueError("it holds two files of one name: it is not unpacked")
+            if (total := sum(entry.file_size for entry in file.infolist())) > LARGEST:
+                raise ValueError(f"it holds {total / 2**30:.1f} GiB, and no bundle has over 4: it is not unpacked")
             if (bad := file.testzip()) is not None:
                 raise ValueError(f"{bad} is damaged; copy or download the zip again")
             if odd := [entry.filename for entry in file.infolist() if set(extras(file, entry)) - HARMLESS]:

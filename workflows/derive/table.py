@@ -141,6 +141,8 @@ def main() -> None:
         if args.modelled_lane_of:
             tidy.write_table(rows_of(args.modelled_lane_of).modelled(), args.out)
             return
+        if not (args.exhibit and args.published):
+            raise ValueError("--exhibit and --published are needed, or --modelled-lane-of")
         sources = {"published": args.published, "modelled": args.modelled}
         sources |= {"records": args.records, "reference": args.reference}
         make(args.exhibit, args.out, **sources, runs_out=args.runs_out, draw_in=args.draw_in)

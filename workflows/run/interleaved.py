@@ -230,11 +230,15 @@ def requested(args: argparse.Namespace) -> dict[str, Any]:
 
 def turns_requested(args: argparse.Namespace, spec: Any) -> dict[str, Any]:
     """As `requested`, of every program in which arms of this model take turns; None is what it must not have."""
-    fields = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
     words = [[*word.split(":"), None][:4] for word in args.arms]
     arms = [dict(zip(("system", "arm", "dtype", "environment"), each, strict=True)) for each in words]
     twin = {"k": args.k, "parameters": parameters_of(spec, args.k)}
-    return fields | {"twin": twin, "arms": arms, "time_limit_s": args.time_limit}
+    return of_turns(args) | {"twin": twin, "arms": arms}
+
+
+def of_turns(args: argparse.Namespace) -> dict[str, Any]:
+    fields = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
+    return fields | {"time_limit_s": args.time_limit}
 
 
 def write(
@@ -243,8 +247,7 @@ def write(
     """The record of a run in which arms took turns; `committed`: the model is one of memascend/planner/models."""
     systems, models = sorted({arm.system_name for arm in arms}), [args.model] if committed else []
     code = staleness.digest(f"workflows.run.{program}", systems, models)
-    common = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")} | {
-        "time_limit_s": args.time_limit,
+    common = of_turns(args) | {
         "twin": {"k": args.k, "parameters": sum(t.numel for t in twin.tensors())},
         "arms": [{**a.labels, "parts": a.parts, "deepspeed": getattr(a, "deepspeed", "")} for a in arms],
         "environment": children.settings("time"),
