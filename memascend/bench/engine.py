@@ -11,6 +11,7 @@ in host memory, and AdamW runs on the CPU.
 With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
 and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.rate_limit`), and the
 simulator's step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.predicted`).
+With `device_to_ssd` the rate is chosen so that device and SSD stand to one another as a testbed's.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from memascend.bench.diffusion import HEADS, PATCH, STEPS, DiT
-from memascend.bench.predicted import predicted_steps
+from memascend.bench.predicted import predicted_steps, rate_of_ratio
 from memascend.bench.rate_limit import rate_limited
 from memascend.bench.rounds import conditions, ratios, spread
 from memascend.engine.device import synchronize
@@ -54,6 +55,7 @@ _DIT = re.compile(r"dit:(\d+)x(\d+)x(\d+)")
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ADAMW_ELEMENTS = 1 << 24
+_RATED = 3  # steps in memory that the SSD's rate is taken from
 _WARM_UP = 2  # the first makes AdamW's states or the engine's profile, the second knows the order of the visits
 
 
@@ -64,6 +66,8 @@ class EngineBench:
     transformer (:class:`memascend.bench.diffusion.DiT`): `contexts` are images of a step then, and none is simulated.
     `ways`: some of `WAYS`, and swap0 to swap100.
     `cores`: see above. `path_rate`: bytes per second of the SSD, read and written together; 0: as it is.
+    `device_to_ssd`: seconds of the products, at the last of the contexts, over those of the SSD in an optimized step;
+    it sets `path_rate`, after steps in memory before all others.
     `trace`: events of one more step of each streamed way. `device`: what computes, cpu or cuda."""
 
     model: str
@@ -76,6 +80,7 @@ class EngineBench:
     threads: int = 2
     cores: str = "shared"
     path_rate: int = 0
+    device_to_ssd: float = 0.0
     trace: bool = False
     device: str = "cpu"
 
@@ -90,15 +95,21 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise ValueError(f"--dtype {options.dtype}: use one of {', '.join(_DTYPES)}")
     if options.path_rate < 0:
         raise ValueError(f"--path-rate {options.path_rate}: use bytes per second, or omit it")
+    if options.device_to_ssd < 0 or (options.device_to_ssd and options.path_rate):
+        raise ValueError(f"--device-to-ssd {options.device_to_ssd:g}: use a ratio above 0, without --path-rate")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
         raise ValueError(
             "--cores split: matrix products and everything else need a core each, but there is one: use --cores shared"
         )
     if options.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch sees no GPU here; omit it to compute on the CPU")
-    if options.device != "cpu" and (options.cores == "split" or options.path_rate):
-        raise ValueError("--device: with a GPU omit --cores and --path-rate, which emulate one with a core")
+    if options.device != "cpu" and (options.cores == "split" or options.path_rate or options.device_to_ssd):
+        raise ValueError(
+            "--device: with a GPU omit --cores, --path-rate and --device-to-ssd, which emulate one with a core"
+        )
     dit = _dit(options)
+    if options.device_to_ssd and dit is not None:
+        raise ValueError("--device-to-ssd: no step of a diffusion transformer is simulated; use --path-rate")
     if dit is None:
         _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
@@ -118,8 +129,9 @@ def measure(options: EngineBench) -> dict[str, Any]:
     if options.device != "cpu":
         said["gpu"] = torch.cuda.get_device_name()
     facts = {"benchmark": "engine", "conditions": conditions() | said}
-    if options.path_rate and dit is None:
-        of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": options.path_rate}
+    asked |= {"path_rate": found.pop("path_rate")}
+    if asked["path_rate"] and dit is None:
+        of_model = {"spec": _spec(options), "dtype": options.dtype, "path_rate": asked["path_rate"]}
         found["predicted"] = [
             each for point in found["points"] for each in predicted_steps(point, found["adamw"], **of_model)
         ]
@@ -282,6 +294,8 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
     adamw = _updates_rate(_DTYPES[options.dtype])
     points: dict[tuple[int, str], dict[str, Any]] = {}
     traces: dict[str, Any] = {}
+    if options.device_to_ssd:
+        options = replace(options, path_rate=_rate_of_ratio(options, adamw, split))
     with ExitStack() as ends:
         server = ends.enter_context(rate_limited(options.path_rate)) if options.path_rate else None
         ways = {way: _Way(way, options, ends) for way in options.ways}
@@ -300,7 +314,25 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
         if options.trace:
             traces = {way: ways[way].traced(batch, split) for way in options.ways if way != "memory"}
         late = {"late_share": server.late_share} if server is not None else {}
-    return {"adamw": adamw, "points": list(points.values()), **late} | ({"traces": traces} if traces else {})
+    found = {"adamw": adamw, "path_rate": options.path_rate, "points": list(points.values()), **late}
+    return found | ({"traces": traces} if traces else {})
+
+
+def _rate_of_ratio(options: EngineBench, adamw: float, cores: Sequence[int]) -> int:
+    """`path_rate` for `device_to_ssd`."""
+    context = options.contexts[-1]
+    memory: dict[str, Any] = {"context": context, "method": "memory"} | {name: [] for name in PHASES}
+    with ExitStack() as ends:
+        way = _Way("memory", options, ends)
+        generator = torch.Generator().manual_seed(context)
+        for number in range(_WARM_UP + _RATED):
+            if cores:
+                _split(cores)
+            found = way.step(way.batch(generator, context), cores)
+            for name in PHASES if number >= _WARM_UP else ():
+                memory[name].append(found[name])
+    of_model = {"spec": _spec(options), "dtype": options.dtype, "ratio": options.device_to_ssd}
+    return round(rate_of_ratio(memory, adamw, **of_model))
 
 
 def _updates_rate(dtype: torch.dtype) -> float:

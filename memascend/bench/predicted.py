@@ -16,7 +16,7 @@ from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.options import Stack
 from memascend.planner.pieces import forward_flops
 from memascend.planner.spec import ModelSpec
-from memascend.planner.step_time import step_time
+from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import ELEMENT_BYTES, Workload
 
 SYSTEM, ARMS = "lohan", ("optimized", "naive", "none")
@@ -33,6 +33,23 @@ def predicted_steps(
     """
     if memory["method"] != "memory":
         return
+    for arm in ARMS:
+        made = _simulated(memory, adamw, spec, dtype, path_rate, arm)
+        phases = {f"{phase.name}_s": phase.seconds for phase in made.phases}
+        named = {"context": memory["context"], "method": arm}
+        yield {**named, "seconds": made.seconds, **phases, "bottleneck": made.bottleneck}
+
+
+def rate_of_ratio(memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, dtype: str, ratio: float) -> float:
+    """Bytes per second, read and written together, of an SSD that moves what the optimized arm moves in a step in
+    1/`ratio` of the seconds that the products of the step in memory take. Arguments as for `predicted_steps`."""
+    nbytes = 1e9 * _simulated(memory, adamw, spec, dtype, 1e9, ARMS[0]).of_resource("SSD")
+    return ratio * nbytes / sum(statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
+
+
+def _simulated(
+    memory: Mapping[str, Any], adamw: float, spec: ModelSpec, dtype: str, path_rate: float, arm: str
+) -> StepTime:
     context = memory["context"]
     forward_s, backward_s = (statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
     flops = forward_flops(spec, 1, context)
@@ -52,10 +69,7 @@ def predicted_steps(
         adam_memory_efficiency=1.0,
         backward_products=backward_s / forward_s - of_blocks,
     )
-    for arm in ARMS:
-        work = Workload(
-            spec=spec, system=SYSTEM, arm=arm, dtype=dtype, context=context, stack=Stack(checkpointing="offloaded")
-        )
-        made = step_time(work, machine, calibrations=costs)
-        phases = {f"{phase.name}_s": phase.seconds for phase in made.phases}
-        yield {"context": context, "method": arm, "seconds": made.seconds, **phases, "bottleneck": made.bottleneck}
+    work = Workload(
+        spec=spec, system=SYSTEM, arm=arm, dtype=dtype, context=context, stack=Stack(checkpointing="offloaded")
+    )
+    return step_time(work, machine, calibrations=costs)

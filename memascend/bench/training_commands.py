@@ -81,6 +81,14 @@ def add_engine(parser: argparse.ArgumentParser, count: Count) -> None:
         help="limit the SSD to BYTES per second; also shows the simulated step",
     )
     parser.add_argument(
+        "--device-to-ssd",
+        type=float,
+        default=0.0,
+        metavar="RATIO",
+        help="limit the SSD so that matrix products at the last of the contexts take RATIO times as long as its reads "
+        "and writes; also shows the simulated step",
+    )
+    parser.add_argument(
         "--trace", type=int, choices=(0, 1), default=0, help="1: record the events of one more step per method"
     )
 
@@ -149,11 +157,14 @@ def run_engine(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any
         threads=options.threads,
         cores=options.cores,
         path_rate=options.path_rate,
+        device_to_ssd=options.device_to_ssd,
         trace=bool(options.trace),
         device=options.device,
     )
     result = engine.measure(chosen)
     lines = in_memory_note(options.folder)
+    if options.device_to_ssd:
+        lines += [f"SSD limited to {result['options']['path_rate'] / 1e6:.0f} MB/s, read and written together"]
     lines += ["tokens  way         s per step  x of memory        more s: forward backward optimizer  of the bound"]
     for row in result["summary"]:
         more = "".join(f"{row[f'more_{name}']:>+9.3f}" for name in engine.PHASES)

@@ -20,6 +20,8 @@ from memascend.cli import main
         (["--ways", "memory,streamed"], "--ways: unknown way 'streamed'; use memory and some of optimized"),
         (["--ways", "memory,swap101"], "--ways: unknown way 'swap101'"),
         (["--path-rate", "-3"], "--path-rate -3: use bytes per second"),
+        (["--device-to-ssd", "2", "--path-rate", "9"], "--device-to-ssd 2: use a ratio above 0, without --path-rate"),
+        (["--device-to-ssd", "2", "--model", "dit:2x128x16"], "--device-to-ssd: no step of a diffusion transformer"),
         (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
         (["--contexts", "none"], "--contexts"),
         (["--model", "nothing"], "unknown model 'nothing'"),
@@ -44,9 +46,9 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
 def test_a_gpu_is_not_made_of_a_core_as_well(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     words = ["--folder", str(tmp_path), "--device", "cuda"]
-    for more in (["--cores", "split"], ["--path-rate", "1000000"]):
+    for more in (["--cores", "split"], ["--path-rate", "1000000"], ["--device-to-ssd", "2"]):
         assert main(["bench", "engine", *words, *more]) == 2
-        assert "--device: with a GPU omit --cores and --path-rate" in capsys.readouterr().err
+        assert "--device: with a GPU omit --cores, --path-rate and --device-to-ssd" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -76,7 +78,7 @@ def test_what_a_killed_benchmark_has_left_stands_in_no_other_s_way(tmp_path, mon
     def ran(command, **_):
         folders.append(Path(json.loads(command[-1])["folder"]))
         assert list(folders[-1].iterdir()) == []
-        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"points": []}))
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"points": [], "path_rate": 0}))
 
     monkeypatch.setattr(engine.subprocess, "run", ran)
     for _ in range(2):

@@ -37,7 +37,9 @@ def found(*records):
 def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
     points = [point(c, way, s * c / 768) for c in (384, 768) for way, s in WAYS.items()]
     said = [{"context": c, "method": way, "seconds": 4.5 * c / 768} for c in (384, 768) for way in WAYS]
-    rows = found(record(WAYS, points, **{key: said}))
+    made = record(WAYS, points, **{key: said})
+    made["options"]["path_rate"] = 1.63e9
+    rows = found(made)
 
     def value(metric, series, at, lane="measured"):
         return float(rows[metric, series, at, lane]["value"])
@@ -48,8 +50,19 @@ def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
     assert value("throughput_ratio", "LoHan Optimized / LoHan+ZeRO", "32") == pytest.approx(1.6)
     assert value("throughput of the twin", "LoHan Naive", "32") == pytest.approx(384 / 4.5)
     assert value("throughput of the twin", "LoHan Naive", "32", "modelled") == pytest.approx(384 / 2.25)
-    assert value("ratio of seconds of the twin", "device / SSD", "64") == pytest.approx(4 / 3)
+    assert value("ratio of seconds of the twin", "device / SSD", "64") == pytest.approx(4 / (3 / 1.63))
     assert value("ratio of seconds", "device / SSD", "64", "modelled") == pytest.approx(2.17, rel=0.03)
+
+
+@pytest.mark.parametrize(("rate", "is_met"), [(1.45e9, False), (1.5e9, True), (1.75e9, True), (1.85e9, False)])
+def test_a_twin_whose_device_and_ssd_stand_otherwise_has_no_ratio_of_throughput(rate, is_met):
+    made = record(WAYS, [point(768, way, seconds) for way, seconds in WAYS.items()])
+    made["predicted"] = [{"context": 768, "method": way, "seconds": 4.5} for way in WAYS]
+    made["options"]["path_rate"] = rate
+    rows = {name: row for name, row in found(made).items() if name[0] == "throughput_ratio"}
+    assert len(rows) == 2
+    for row in rows.values():
+        assert row["value"].startswith("N/A (device : SSD is ") != is_met
 
 
 @pytest.mark.parametrize(("rate", "drives"), [(500e6, {"6", "12"}), (335e6, {"3"}), (112e6, {"1"}), (150e6, set())])
