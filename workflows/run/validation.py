@@ -5,7 +5,7 @@ simulator's; MLP-Offload has two, all others the first. What the training's thre
 the same system trains a quarter and half of the blocks of each size (fewer fit into the caches, and say nothing of
 more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
 block's seconds (its slope) and those of what lies outside the blocks. Memory, copies and AdamW are micro-benchmarks. No
-judged step gives a rate. It takes 40 minutes, in which the machine has to be free of other work. With `--folder` the
+judged step gives a rate. It takes an hour, in which the machine has to be free of other work. With `--folder` the
 traces are kept, and what is there is not measured again. `--record` judges what a record measured once more, by the
 simulator as it is now.
 
@@ -343,7 +343,23 @@ def judge(folder: Path) -> dict[str, Any]:
     """Simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
     hosts = {(run, point): host_seconds(folder, run, point) for run in RUNS for point in POINTS}
-    return _judged(found, hosts, functools.partial(seconds_of, folder))
+    return _judged(found, hosts, functools.partial(seconds_of, folder)) | {"repeated": repeated(folder)}
+
+
+def repeated(folder: Path) -> dict[str, dict[str, float]]:
+    """How much longer the smaller models compute after the judged steps than before them, in percent: what drift alone
+    makes of equal work. By forward and backward pass, and by the sum of a step's phases."""
+    apart: dict[str, list[float]] = {"phases": [], "steps": []}
+    for run in RUNS:
+        for point in POINTS:
+            for blocks in BLOCKS:
+                before, after = (
+                    [statistics.median(_computing(run, step, phase) for step in steps) for phase in PHASES]
+                    for steps in (steps_of(folder, run, point, f"{blocks}-{when}") for when in ROUNDS)
+                )
+                apart["phases"] += [100 * (b / a - 1) for a, b in zip(before[:2], after[:2], strict=True)]
+                apart["steps"].append(100 * (sum(after) / sum(before) - 1))
+    return {what: _distribution(each) for what, each in apart.items()}
 
 
 def judge_again(record: Path) -> dict[str, Any]:
@@ -364,7 +380,8 @@ def judge_again(record: Path) -> dict[str, Any]:
             raise ValueError(f"{record} has no {lacking[0]} of {name}, which is simulated now: measure it again")
         return {phase: kept[run, point, drive, phase] for phase in (*phases, "step")}
 
-    return _judged(found, hosts, measured) | {"measured": when}
+    kept_fields = {name: read[name] for name in ("repeated",) if name in read}
+    return _judged(found, hosts, measured) | {"measured": when} | kept_fields
 
 
 def _run_and_point(row: dict[str, Any]) -> tuple[Run, Point]:
@@ -449,6 +466,11 @@ def as_text(record: dict[str, Any]) -> str:
         lines.append(
             f"{what}: {spread['count']} errors, {spread['lowest_percent']:.0f} to {spread['highest_percent']:.0f} %, "
             f"median {spread['median_percent']:.0f} %, half within {spread['half_within_percent']:.0f} %, "
+            f"nine of ten within {spread['nine_of_ten_within_percent']:.0f} %"
+        )
+    for what, spread in record.get("repeated", {}).items():
+        lines.append(
+            f"the same computing an hour later, {what}: half within {spread['half_within_percent']:.0f} %, "
             f"nine of ten within {spread['nine_of_ten_within_percent']:.0f} %"
         )
     return "\n".join(lines)
