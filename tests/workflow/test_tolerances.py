@@ -38,6 +38,50 @@ def test_every_kind_of_every_claim_is_in_the_rule_and_no_kind_lacks_an_amount_or
     assert not any(kind[lane]["absolute"] for kind in without for lane in claims.LANES)
 
 
+# Orders whose words include the limit itself: what fits, what is enough, a multiple, an exception to a growth.
+LIMIT_INCLUDED = {
+    "memascend-tab02-all-in-gpu-up-to-1b": 24,
+    "memascend-tab02-zero-offload-up-to-3b": 128,
+    "memascend-tab02-zero-infinity-up-to-8b": 128,
+    "lohan-fig06a-175b": 175,
+    "mlpoffload-fig07-52b-exception": 1,
+    "mlpoffload-fig07-120b-exception": 1,
+    "mlpoffload-fig07-52b-exception-alone": 1,
+    "mlpoffload-fig07-120b-exception-alone": 1,
+    "mlpoffload-fig08-order-of-magnitude": 10,
+    **{f"ssdtrain-fig07{sub}-batch{ending}": 2 for sub in "ab" for ending in ("", "-slow")},
+}
+# Limits that the words exclude, with the unit.
+LIMITS = {
+    ("%", 50),  # "primarily", "dominates"
+    ("%", 55.7),  # "lower than"
+    ("%", 100),  # "smaller than"
+    ("GiB", 24),
+    ("GiB", 128),
+    ("TFLOPS", 135),
+    ("B", 175),
+    ("B", 40),
+}
+
+
+def beyond(unit: str, limit: float, is_least: bool) -> float:
+    """What an order accepts on one side of a limit: a thousandth off it, of shares 0.1 point."""
+    margin = 0.1 if unit == "%" else limit / 1000
+    return limit + margin if is_least else limit - margin
+
+
+def test_a_tie_is_no_order_in_any_paper() -> None:
+    for claim in (claim for claim in CLAIMS if claim["quantity"] == "order"):
+        ((is_least, end),) = [(i == 0, end) for i, end in enumerate(claim["expected_range"]) if end is not None]
+        assert claim["compute"]["operation"] != "difference" or claim["unit"] == "%", claim["id"]
+        if claim["id"] in LIMIT_INCLUDED:
+            assert end == LIMIT_INCLUDED[claim["id"]], claim["id"]
+            continue
+        limits = {("x", 1), ("%", 0), *LIMITS}
+        accepted = [beyond(unit, limit, is_least) for unit, limit in limits if unit == claim["unit"]]
+        assert any(end == pytest.approx(each, rel=1e-9) for each in accepted), claim["id"]
+
+
 def test_a_quantity_that_is_no_kind_is_one_line_with_the_kinds() -> None:
     with pytest.raises(tidy.TableError, match=r"x-fig01-y: quantity 'speed' is no kind of tolerances.yaml: memory, "):
         judged(2.4, 2.4, quantity="speed", expected=2.4)
