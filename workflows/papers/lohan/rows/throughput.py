@@ -140,6 +140,11 @@ def by_drives() -> Iterator[Row]:
         few, many = (settings.step(series, "135B", batch, ssds=n).tokens_per_second for n in (DRIVES[0], DRIVES[-1]))
         cells = {"series": series, "model": "135B"}
         yield shown("lohan-fig10a", "gain from 1 to 12 SSDs", many / few, "x", settings.SIMULATED, **cells)
+    for few, many in ((1, 3), (6, 12)):
+        first, last = (settings.step(settings.LOHAN, "135B", most[settings.LOHAN], ssds=n) for n in (few, many))
+        share = last.tokens_per_second / first.tokens_per_second / (many / few)
+        metric, cells = f"gain from {few} to {many} SSDs over a linear one", {"series": settings.LOHAN, "model": "135B"}
+        yield shown("lohan-fig10a", metric, share, "", settings.SIMULATED, **cells)
     room = settings.PAPER.value("memory_for_activations") * settings.MEMORY_GB * GIB
     for drives in DRIVES:
         for series, batch in most.items():
