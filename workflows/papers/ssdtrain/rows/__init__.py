@@ -1,8 +1,8 @@
 """What the exhibits of SSDTrain compute: its schedule on its two GPUs, and the projections of III-D.
 
 The two GPUs share each block (tensor parallelism; norms' inputs and masks each holds whole), so one rank of twice the
-rates stands for both: seconds are those of the pair, bytes and operations are divided by two for one GPU. Sizes in GiB,
-which the paper calls GB (erratum S4).
+rates stands for both: seconds are those of the pair, bytes and operations are divided by two for one GPU. What is
+printed in GB or TB has a row in that unit, and one in GiB or TiB, which may be meant (erratum S4).
 """
 
 from __future__ import annotations
@@ -189,22 +189,25 @@ def projected() -> Iterator[Row]:
     for case, made, years in fig_5():
         model, x = f"{case.framework} {case.size} ({case.gpus})", ("GPUs", case.gpus)
         cells = {"series": case.framework, "model": model, "x": x}
-        values = {"lifespan": (years, "years"), "write bandwidth": (made.write_bytes_per_s / GIB, "GiB/s")}
+        values = {"lifespan": (years, "years"), "write bandwidth": (made.write_bytes_per_s / 1e9, "GB/s")}
         values["activations a step"] = (case.sequences * made.activation_bytes / 1e12, "TB")
         values["sequences a step"] = (case.sequences, "sequences")
         found.append({metric: value for metric, (value, _) in values.items()})
         for metric, (value, unit) in values.items():
             yield shown(exhibit, metric, value, unit, SOURCE, **cells)
     ends = {("all cases", "lifespan_min"): (min, "lifespan", "years")}
-    ends["all cases", "write_bandwidth_max"] = (max, "write bandwidth", "GiB/s")
+    ends["all cases", "write_bandwidth_max"] = (max, "write bandwidth", "GB/s")
     ends["max activations per GPU", "min"] = (min, "activations a step", "TB")
     ends["max activations per GPU", "max"] = (max, "activations a step", "TB")
     ends["micro-batch size", "min"] = (min, "sequences a step", "sequences")
     ends["micro-batch size", "max"] = (max, "sequences a step", "sequences")
     for (series, metric), (end, of, unit) in ends.items():
         yield shown(exhibit, metric, end(each[of] for each in found), unit, f"{SOURCE}: over 12 cases", series=series)
+    source = f"{SOURCE}: over 12 cases"
     most, cells = max(each["activations a step"] for each in found), {"series": "max activations per GPU"}
-    yield shown(exhibit, "max (TiB)", most * 1e12 / 2**40, "TiB", f"{SOURCE}: over 12 cases", **cells)
+    yield shown(exhibit, "max (TiB)", most * 1e12 / 2**40, "TiB", source, **cells)
+    rate = max(each["write bandwidth"] for each in found) * 1e9 / GIB
+    yield shown(exhibit, "write_bandwidth_max (GiB)", rate, "GiB/s", source, series="all cases")
     # Four series of three systems: each case beside the next larger system, and 175B beside 530B.
     pairs = [(number, number + 1) for number in range(11) if number % 3 != 2]
     pairs += [(number, number + 3) for number in (0, 1, 2, 6, 7, 8)]
@@ -223,7 +226,7 @@ def scaled_up() -> Iterator[Row]:
             rate = scaled(*key, tensor=tensor, pipeline=pipeline).write_bytes_per_s
             worst = max(worst, rate / base if (tensor, pipeline) != (2, 1) else 0.0)
             cells = {"series": model, "x": ("GPUs", f"TP {tensor} PP {pipeline}"), "subfigure": "b"}
-            yield shown(exhibit, "write bandwidth", rate / GIB, "GiB/s", SOURCE, **cells)
+            yield shown(exhibit, "write bandwidth", rate / 1e9, "GB/s", SOURCE, **cells)
     cells = {"series": "projection", "subfigure": "b"}
     yield shown(exhibit, "largest share of the two GPUs' bandwidth", 100 * worst, "%", SOURCE, **cells)
 
@@ -235,10 +238,11 @@ def table_3() -> Iterator[Row]:
         cells = {"model": model, "x": ("batch_size", BATCH)}
         written = step_of(work("SSDTrain", model, BATCH), where("SSDTrain"), PAPER.costs()).volume().activation_bytes
         source = "what the schedule of baselines/ssdtrain stores: every block"
-        yield shown(exhibit, "offloaded_amount", written / GPUS / GIB, "GB", source, **cells, series="SSDTrain")
-        size, rate = made.activation_bytes / GIB, made.write_bytes_per_s / GIB
-        yield shown(exhibit, "model_estimate", size, "GB", SOURCE, **cells, series="llm-analysis model")
-        yield shown(exhibit, "pcie_write_bandwidth", rate, "GB/s", SOURCE, **cells, series="required")
+        for ending, one, unit in (("", 1e9, "GB"), (" (GiB)", GIB, "GiB")):
+            stored, size, rate = written / GPUS / one, made.activation_bytes / one, made.write_bytes_per_s / one
+            yield shown(exhibit, f"offloaded_amount{ending}", stored, unit, source, **cells, series="SSDTrain")
+            yield shown(exhibit, f"model_estimate{ending}", size, unit, SOURCE, **cells, series="llm-analysis model")
+            yield shown(exhibit, f"pcie_write_bandwidth{ending}", rate, f"{unit}/s", SOURCE, **cells, series="required")
 
 
 def todays_tools() -> Iterator[Row]:
