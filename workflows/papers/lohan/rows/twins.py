@@ -25,7 +25,7 @@ OF_TWIN, SHARE = " of the twin", "swapped share (%)"
 # Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
 TOKENS = 12
 # Twins of all arms: model of the record -> original, exhibit, and tokens for a sequence of the original.
-OF_ARMS = {"13B-padded": ("13B", "lohan-fig07a", TOKENS), "175B-padded": ("175B", "lohan-fig07b", 24)}
+OF_ARMS = {"13B-padded": ("13B", "lohan-fig07a", TOKENS), "175B-padded": ("175B", "lohan-fig07b", 16)}
 RATIO_OFF = 0.1  # that device : SSD may be from the original's
 FASTEST = 500_000_000  # B/s of a path that stands for twelve SSDs
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
