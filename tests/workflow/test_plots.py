@@ -213,3 +213,12 @@ def test_a_listing_keeps_its_indentation_in_a_browser() -> None:
     text.draw(axis, pd.DataFrame(), {"blocks": [{"title": "a", "lines": "if x:\n    y"}]})
     assert "  " not in axis.texts[1].get_text()
     plt.close("all")
+
+
+@pytest.mark.parametrize("paper", registry.PAPERS)
+def test_widths_are_said_of_panels_that_are_always_drawn(paper: str) -> None:
+    """One for each column: an optional panel, which is left out without its metric, has a column of its own."""
+    for exhibit, spec in registry.figures(paper).items():
+        if "widths" in spec:
+            assert len(spec["widths"]) == spec.get("columns", len(spec["panels"])), exhibit
+            assert "columns" in spec or not any(panel.get("optional") for panel in spec["panels"]), exhibit
