@@ -2,7 +2,8 @@
 
 import pytest
 
-from workflows.papers.lohan.rows import measured
+from workflows import registry
+from workflows.papers.lohan.rows import measured, settings, twins
 
 WAYS = {"memory": 4.0, "optimized": 5.0, "naive": 6.0, "none": 8.0}
 
@@ -167,3 +168,16 @@ def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
     assert rows["gain of the twin", "runtime", "2", "measured"]["testbed"] == "here/qwen2.5-7b-k16"
     other = {"system": "zero_infinity", "arm": "today_016"}  # of a record that is not LoHan's
     assert found(made | {"twin": {"k": 16}, "points": [*points, points[0] | other]}) == {}
+
+
+def test_the_ratios_that_runs_aim_at_are_the_originals():
+    """Those of the list of runs, at the last of their contexts."""
+    profiles = registry.read(registry.ROOT / "workflows/config/experiments.yaml")["profiles"]
+    runs = [run["options"] for name in ("quick", "paper") for run in profiles[name]["bench"]]
+    aimed = [options for options in runs if "device-to-ssd" in options]
+    assert len(aimed) == 3
+    for options in aimed:
+        model, _, tokens = twins.OF_ARMS[options["model"].removeprefix("lohan:")]
+        step = settings.step("LoHan Optimized", model, options["contexts"][-1] // tokens)
+        ratio = step.of_resource("GPU products") / step.of_resource("SSD")
+        assert options["device-to-ssd"] == pytest.approx(ratio, rel=0.01)

@@ -380,8 +380,8 @@ def judge_again(record: Path) -> dict[str, Any]:
             raise ValueError(f"{record} has no {lacking[0]} of {name}, which is simulated now: measure it again")
         return {phase: kept[run, point, drive, phase] for phase in (*phases, "step")}
 
-    kept_fields = {name: read[name] for name in ("repeated",) if name in read}
-    return _judged(found, hosts, measured) | {"measured": when} | kept_fields
+    again = _judged(found, hosts, measured) | {"measured": when}
+    return again | ({"repeated": read["repeated"]} if "repeated" in read else {})
 
 
 def _run_and_point(row: dict[str, Any]) -> tuple[Run, Point]:
