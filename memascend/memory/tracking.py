@@ -31,9 +31,12 @@ class Event(NamedTuple):
     t_ns: int
 
 
-def install() -> None:
-    """Serve all further CPU tensors of this process. Installing twice is once."""
-    _C.tracking_allocator_install()
+def install(*, events: bool = True) -> None:
+    """Serve all further CPU tensors of this process. Installing twice is once.
+
+    Without `events` nothing is logged: totals and peaks alone, for a run of any length.
+    """
+    _C.tracking_allocator_install(events)
 
 
 def uninstall() -> None:

@@ -6,8 +6,52 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from memascend.memory import tracking
+from memascend.memory.resident import read_status
 from memascend.planner.footprint import OWNER_METRICS
 from memascend.training.progress import byte_count, duration
+
+_OF_THE_PROCESS = {
+    "later_libraries_bytes": "libraries loaded later",
+    "object_bytes": "Python modules and objects, before the first step",
+    "tensor_bytes": "tensors that a GPU would hold, at their peak",
+}
+_SUMMED = ("requested_bytes", "reserved_bytes", "locked_bytes", "pageable_bytes")
+
+
+class ProcessMemory:
+    """Memory of this rank's process that no ledger has: the interpreter, libraries, tensors of PyTorch's allocator.
+
+    Make one before the model. `on_cpu`: no GPU holds weights, activations and gradients; their bytes are counted by
+    :mod:`memascend.memory.tracking`, which takes the place of PyTorch's CPU allocator from then on.
+    """
+
+    def __init__(self, *, on_cpu: bool) -> None:
+        self._on_cpu, self._idle = on_cpu, read_status()
+        self._startup_peak = self._objects = 0
+        if on_cpu:
+            tracking.install(events=False)
+
+    def training_begins(self, ledger: Any) -> None:
+        """Read what came with the model, when no step has run. `ledger`: of the buffers, which are there already."""
+        now = read_status()
+        self._startup_peak = now["VmHWM"]
+        known = sum(entry.reserved_bytes for entry in ledger.live("host") if "pageable" not in entry.allocator)
+        known += self._idle["VmRSS"] + self._later_libraries(now) + tracking.live_bytes()["host"]
+        self._objects = max(0, now["VmRSS"] - known)
+
+    def _later_libraries(self, now: dict[str, int]) -> int:
+        return max(0, now["RssFile"] - self._idle["RssFile"])
+
+    def measured(self) -> list[int]:
+        """What `memory_facts` takes, of this rank, in bytes. On a GPU, what CUDA maps is not told from the rest."""
+        now, idle = read_status(), self._idle["VmRSS"]
+        if not self._on_cpu:
+            return [now["VmHWM"], self._startup_peak, torch.cuda.max_memory_allocated(), idle, 0, 0, 0]
+        tensors = tracking.peak_bytes()["host"]
+        return [now["VmHWM"], self._startup_peak, 0, idle, self._later_libraries(now), self._objects, tensors]
 
 
 def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
@@ -16,12 +60,13 @@ def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
     for entry in ledger.peak("host", "reserved_bytes").entries:
         row = rows.setdefault(
             entry.owner,
-            {"owner": entry.owner, "buffers": 0, "requested_bytes": 0, "reserved_bytes": 0, "locked_bytes": 0},
+            {"owner": entry.owner, "buffers": 0} | dict.fromkeys(_SUMMED, 0),
         )
         row["buffers"] += 1
         row["requested_bytes"] += entry.requested_bytes
         row["reserved_bytes"] += entry.reserved_bytes
         row["locked_bytes"] += entry.reserved_bytes if entry.locked else 0
+        row["pageable_bytes"] += entry.reserved_bytes if "pageable" in entry.allocator else 0
     return sorted(rows.values(), key=lambda row: -row["reserved_bytes"])
 
 
@@ -95,6 +140,9 @@ def as_text(report: dict[str, Any]) -> str:
     for name, (buffers, size) in sorted(named.items(), key=lambda item: -item[1][1]):
         lines.append(_row(name, buffers, size, total))
     lines.append(_row("interpreter and libraries, before the model", "", memory["idle_bytes"], total))
+    for key, name in _OF_THE_PROCESS.items():
+        if memory.get(key):
+            lines.append(_row(name, "", memory[key], total))
     lines.append(_row(memory["rest_name"], "", memory["rest_bytes"], total))
     lines += [_row("**peak of resident memory**", "", total, total), ""]
     lines += _memory_nodes(report.get("memory_nodes"))
@@ -152,22 +200,31 @@ def _row(name: str, buffers: Any, size: int, total: int) -> str:
     return f"| {name} | {buffers} | {size / 2**30:.3f} | {size / total:.1%} |"
 
 
-def memory_facts(
-    ledger_bytes: int, idle_bytes: int, host_peak: int, device_peak: int, startup_peak: int
-) -> dict[str, Any]:
-    """What the ledger, the idle process and the peak leave over, named for what it is on this machine."""
-    rest = host_peak - ledger_bytes - idle_bytes
+def memory_facts(rows: list[dict[str, Any]], measured: list[int]) -> dict[str, Any]:
+    """What makes up the peak of resident memory: `rows` of the ledger, `measured` by ProcessMemory over all ranks."""
+    host_peak, startup_peak, device_peak, idle, later, objects, tensors = measured
+    ledger = sum(row["reserved_bytes"] for row in rows)
+    tensors = max(0, tensors - sum(row["pageable_bytes"] for row in rows))  # those are tensors of PyTorch's too
     on_cpu = device_peak == 0
+    rest = host_peak - ledger - idle - later - objects - tensors
+    if on_cpu:
+        rest_name = "small tensors, scratch of products" if rest >= 0 else "not at the same instant"
+    else:
+        rest_name = "pageable memory and CUDA"
     return {
         "host_peak_bytes": host_peak,
         "startup_peak_bytes": startup_peak,
         "device_peak_bytes": device_peak,
-        "idle_bytes": idle_bytes,
-        "ledger_bytes": ledger_bytes,
+        "idle_bytes": idle,
+        "later_libraries_bytes": later,
+        "object_bytes": objects,
+        "ledger_bytes": ledger,
+        "tensor_bytes": tensors,
         "rest_bytes": rest,
-        "rest_name": "what a GPU would hold, and pageable memory" if on_cpu else "pageable memory and CUDA",
+        "rest_name": rest_name,
         "note": (
-            "No GPU: gathered weights, activations and logits are in host memory too, in the row above the peak."
+            "No GPU: gathered weights, activations, gradients and logits are in host memory too, at their own peak, "
+            "which need not be at the instant of the whole's."
             if on_cpu
             else "Pageable memory: Python objects, the heap, optimizer states of parameters too small for the SSD."
         ),

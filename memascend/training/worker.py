@@ -85,7 +85,7 @@ class Worker:
         backend = backends.load(self.job["backend"])
         if not torch.distributed.is_initialized():
             backend.start(self.job["threads"])
-        self.idle_bytes = resident_bytes("VmRSS")
+        self.memory = report.ProcessMemory(on_cpu=not torch.cuda.is_available())
         if self.rank == 0:
             for note in backend.notes():
                 print(note, file=self.out, flush=True)
@@ -110,7 +110,7 @@ class Worker:
             eval_every=self.config.eval_every,
             eval_batches=self._eval_batches() / self.config.accumulate,
         )
-        self.startup_peak = resident_bytes("VmHWM")
+        self.memory.training_begins(self.backend.ledger)
         wait = first_step_note(self.config, self.job["prepared"]["context"])
         if wait and self.step == 0 and not torch.cuda.is_available():
             self.progress.say(wait)
@@ -423,19 +423,10 @@ class Worker:
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _report(self, outcome: str) -> None:
-        peaks = self._sums(
-            [
-                resident_bytes("VmHWM"),
-                self.idle_bytes,
-                torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-                self.startup_peak,
-                *chunk_counts(),
-            ]
-        )
+        *peaks, near, elsewhere = self._sums([*self.memory.measured(), *chunk_counts()])
         rows = report.merged(gather(self.ranks, report.ledger_rows(self.backend.ledger)))
         if self.rank:
             return
-        held = sum(row["reserved_bytes"] for row in rows)
         result = {
             "outcome": outcome,
             "config": self.job["config"],
@@ -443,13 +434,13 @@ class Worker:
             "matmul": self.products,
             "parameters": self.job["prepared"]["parameters"],
             "summary": report.summary(read_metrics(self.folder.metrics)),
-            "memory": report.memory_facts(held, int(peaks[1]), int(peaks[0]), int(peaks[2]), int(peaks[3])),
+            "memory": report.memory_facts(rows, [int(each) for each in peaks]),
             "planned_host_bytes": self.job["prepared"]["planned_host_bytes"],
             "ledger": rows,
         }
         if self.placement is not None:
             result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
-        if (divided := divided_work(int(peaks[4]), int(peaks[5]), Topology.read())) is not None:
+        if (divided := divided_work(int(near), int(elsewhere), Topology.read())) is not None:
             result["adamw_by_node"] = divided
         before = report.read(self.folder.report) if self.step == self.first else None  # nothing but an evaluation
         if before is not None and before["summary"].get("steps") == self.step:

@@ -155,7 +155,10 @@ def test_the_report_accounts_for_the_peak_to_the_byte(finished):
     memory = report["memory"]
     held = sum(row["reserved_bytes"] for row in report["ledger"])
     assert held == memory["ledger_bytes"] > 0
-    assert held + memory["idle_bytes"] + memory["rest_bytes"] == memory["host_peak_bytes"]
+    of_the_process = ("idle", "later_libraries", "object", "tensor", "rest")
+    assert held + sum(memory[f"{part}_bytes"] for part in of_the_process) == memory["host_peak_bytes"]
+    assert memory["tensor_bytes"] > 0  # no GPU holds them here
+    assert abs(memory["rest_bytes"]) < 0.1 * memory["host_peak_bytes"]
     assert {"gradient_flat_buffer", "parameter_pool", "optimizer_buffers"} <= {row["owner"] for row in report["ledger"]}
     assert report["summary"]["written_bytes_per_step"] > 10 * report["parameters"]
     assert "peak of resident memory" in (finished / "report.md").read_text()

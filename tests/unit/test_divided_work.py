@@ -30,7 +30,7 @@ def reported(tmp_path, monkeypatch):
         monkeypatch.setattr(worker_module.Topology, "read", lambda: topology)
         made = object.__new__(Worker)
         made.ranks, made.rank, made.first, made.step, made.steps, made.placement = 1, 0, 0, 1, 1, None
-        made.idle_bytes = made.startup_peak = 1 << 20
+        made.memory = SimpleNamespace(measured=lambda: [1 << 20] * 7)
         made.backend = SimpleNamespace(ledger=Ledger(), facts=dict)
         made.progress = SimpleNamespace(say=lambda text: None)
         prepared = {"parameters": 1, "planned_host_bytes": None}

@@ -90,6 +90,15 @@ def test_small_blocks_are_not_logged_and_views_are_not_blocks():
     assert small.data_ptr() != view.data_ptr()
 
 
+def test_without_events_there_are_totals_alone():
+    tracking.install(events=False)
+    before = tracking.live_bytes()["host"]
+    tensor = torch.empty(MIB, dtype=torch.uint8)
+    assert tracking.live_bytes()["host"] - before == MIB
+    del tensor
+    assert tracking.events() == []
+
+
 def test_totals_and_peaks_by_role():
     start = tracking.live_bytes()
     tracking.reset_peaks()

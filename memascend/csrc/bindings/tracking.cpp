@@ -98,8 +98,13 @@ py::dict tracking_totals() {
 }  // namespace
 
 void bind_tracking(py::module_& module) {
-  module.def("tracking_allocator_install",
-             [] { c10::SetAllocator(at::kCPU, &tracking_allocator(), kAllocatorPriority); });
+  module.def(
+      "tracking_allocator_install",
+      [](bool events) {
+        TrackingHeap::instance().set_logging(events);
+        c10::SetAllocator(at::kCPU, &tracking_allocator(), kAllocatorPriority);
+      },
+      py::arg("events"));
   module.def("tracking_allocator_uninstall",
              [] { c10::SetAllocator(at::kCPU, c10::GetDefaultCPUAllocator(), kAllocatorPriority); });
   module.def("tracking_allocator_installed", [] { return c10::GetAllocator(at::kCPU) == &tracking_allocator(); });

@@ -147,6 +147,9 @@ void TrackingHeap::book(void* pointer, std::size_t bytes, Role role) {
 }
 
 void TrackingHeap::log(bool is_free, const TrackedBlock& block, std::int64_t t_ns) {
+  if (!logging_.load(std::memory_order_relaxed)) {
+    return;
+  }
   if (events_.size() >= kMaxEvents) {
     ++totals_.dropped_events;
     return;

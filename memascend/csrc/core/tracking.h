@@ -57,6 +57,9 @@ class TrackingHeap {
   // Frees what `allocate` returned, whatever the role is by now.
   void deallocate(void* pointer) noexcept;
 
+  // Whether further allocations and frees are logged for `drain_events`; totals are kept either way.
+  void set_logging(bool on) noexcept { logging_.store(on, std::memory_order_relaxed); }
+
   void set_role(Role role) noexcept;
   [[nodiscard]] Role role() const noexcept { return role_.load(std::memory_order_relaxed); }
 
@@ -76,6 +79,7 @@ class TrackingHeap {
   void log(bool is_free, const TrackedBlock& block, std::int64_t t_ns);
 
   std::atomic<Role> role_{Role::kHost};
+  std::atomic<bool> logging_{true};
   // How many booked blocks hash to each bucket: freeing a small block reads one counter instead of taking the lock.
   std::array<std::atomic<std::uint32_t>, 4096> booked_{};
   mutable std::mutex mutex_;
