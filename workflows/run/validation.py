@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -76,7 +77,7 @@ PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
 POINTS: tuple[Point, ...] = ((8, 256, 2), (4, 32, 1), (4, 256, 2))  # of the last two, storage binds one, products one
 BLOCKS = (4, 8)  # of the smaller models; the judged ones have 16
-ROUNDS = ("before", "after")  # of the smaller models: before the judged steps and after them, as machines drift
+ROUNDS = ("before", "after")  # the smaller models of a case: minutes before and after its judged steps; machines drift
 LEAST_S = 1e-6  # of a block in a phase, where noise says less than nothing
 STEPS = 6  # the first is left out
 DRIVES = {"faster": 1.0, "slower": 0.5}  # name -> of the rates of PATHS
@@ -122,26 +123,22 @@ def _written(out: Path, run_id: str, found: dict[str, Any]) -> int:
 
 
 def measure(folder: Path) -> None:
-    """Rates, then the smaller models, then the judged steps."""
+    """Rates, then of each case the judged steps between those of its smaller models."""
     if not (folder / "rates.json").exists():
         (folder / "rates.json").write_text(json.dumps(rates_here(), indent=1) + "\n")
     paths = [folder / "drives" / path["name"] for path in PATHS]
-    smaller_models(folder, paths, ROUNDS[0])
-    for drive in DRIVES:
-        rates = [[1e9 * float(path[f"{way}_gb_per_s"]) for way in ("read", "write")] for path in paths_of(drive)]
-        for run in RUNS:
-            if drive in drives_of(run):
-                for point in POINTS:
-                    train(folder, dict(zip(paths, rates, strict=True)), run, point, drive, MODEL)
-    smaller_models(folder, paths, ROUNDS[1])
+    for run, point in itertools.product(RUNS, POINTS):
+        smaller_models(folder, paths, run, point, ROUNDS[0])
+        for drive in drives_of(run):
+            rates = [[1e9 * float(path[f"{way}_gb_per_s"]) for way in ("read", "write")] for path in paths_of(drive)]
+            train(folder, dict(zip(paths, rates, strict=True)), run, point, drive, MODEL)
+        smaller_models(folder, paths, run, point, ROUNDS[1])
 
 
-def smaller_models(folder: Path, paths: list[Path], when: str) -> None:
+def smaller_models(folder: Path, paths: list[Path], run: Run, point: Point, when: str) -> None:
     """What the training's thread computes, from runs on a drive without a limit."""
-    for run in RUNS:
-        for point in POINTS:
-            for blocks in BLOCKS:
-                train(folder, dict.fromkeys(paths), run, point, f"{blocks}-{when}", _fewer_blocks(folder, blocks))
+    for blocks in BLOCKS:
+        train(folder, dict.fromkeys(paths), run, point, f"{blocks}-{when}", _fewer_blocks(folder, blocks))
 
 
 def paths_of(drive: str) -> list[dict[str, Any]]:
@@ -470,7 +467,7 @@ def as_text(record: dict[str, Any]) -> str:
         )
     for what, spread in record.get("repeated", {}).items():
         lines.append(
-            f"the same computing an hour later, {what}: half within {spread['half_within_percent']:.0f} %, "
+            f"the same computing again, {what}: half within {spread['half_within_percent']:.0f} %, "
             f"nine of ten within {spread['nine_of_ten_within_percent']:.0f} %"
         )
     return "\n".join(lines)
