@@ -95,7 +95,7 @@ def measure(options: EngineBench) -> dict[str, Any]:
         raise ValueError(f"--dtype {options.dtype}: use one of {', '.join(_DTYPES)}")
     if options.path_rate < 0:
         raise ValueError(f"--path-rate {options.path_rate}: use bytes per second, or omit it")
-    if options.device_to_ssd < 0 or (options.device_to_ssd and options.path_rate):
+    if not options.device_to_ssd >= 0 or (options.device_to_ssd and options.path_rate):
         raise ValueError(f"--device-to-ssd {options.device_to_ssd:g}: use a ratio above 0, without --path-rate")
     if options.cores == "split" and len(os.sched_getaffinity(0)) < 2:
         raise ValueError(

@@ -20,6 +20,7 @@ from memascend.cli import main
         (["--ways", "memory,streamed"], "--ways: unknown way 'streamed'; use memory and some of optimized"),
         (["--ways", "memory,swap101"], "--ways: unknown way 'swap101'"),
         (["--path-rate", "-3"], "--path-rate -3: use bytes per second"),
+        (["--device-to-ssd", "nan"], "--device-to-ssd nan: use a ratio above 0"),
         (["--device-to-ssd", "2", "--path-rate", "9"], "--device-to-ssd 2: use a ratio above 0, without --path-rate"),
         (["--device-to-ssd", "2", "--model", "dit:2x128x16"], "--device-to-ssd: no step of a diffusion transformer"),
         (["--ways", "optimized"], "--ways: without 'memory' there is nothing to compare with"),
