@@ -6,7 +6,8 @@ that nothing is computed while it waits, and what overlaps is decided by DeepSpe
 
     1. give back the weights that the module before has done with, and wait for every read in flight: what has been read
        is gathered at once, modules before it is used
-    2. begin to read the next weights in the order of use, as many as there are buffers for
+    2. begin to read the next weights in the order of use, as many as there are buffers for. Until then the hook itself
+       computes (`Calibrations.hook_s`), with the drive idle
     3. let the module compute
 
 A read therefore runs beside one module, that between two hooks, and the pool says beside which. A uniform buffer comes
@@ -170,6 +171,7 @@ class _Thread:
         self.number = 0
         self.last_read = self.last = ""
         self.gradients = _Gradients(step)
+        self.hooks_a_block = len(_of_block(self.work, [t for t in self.work.spec.tensors() if t.block == 0]))
 
     def _in_order_of_use(self) -> list[str]:
         """Weights as they have to be read: what is kept is not read again."""
@@ -199,6 +201,8 @@ class _Thread:
             begin = step.add(f"{phase}, hook {self.number}: goes on", phase, after=self.in_flight)
             self.in_flight = []
         self.buffers.gathered(weight)
+        if own := self._own_flops(phase):
+            begin = step.add(f"{phase}, hook {self.number}: gathers", phase, {"gpu0": own}, after=(begin,))
         for _ in range(self.buffers.free):
             if not self._read(phase, begin):
                 break
@@ -239,7 +243,14 @@ class _Thread:
         whole = one if module.phase == FORWARD or module.part == AGAIN else both
         if module.phase == BACKWARD and module.part == BLOCK and self.work.stack.checkpoints:
             whole = both - one
-        return module.share * whole / self.work.spec.layers
+        each = whole / self.work.spec.layers
+        return module.share * max(0.0, each - self.hooks_a_block * self._own_flops(module.phase))
+
+    def _own_flops(self, phase: str) -> float:
+        """Of the thread in a hook before it begins to read, as if it were products."""
+        machine, costs = self.step.machine, self.step.costs
+        rate = (machine.gpu_flops_per_s or 0.0) * costs.gpu_efficiency if machine is not None else 0.0
+        return self.work.accumulation * costs.hook_s.get(phase, 0.0) * rate
 
     def end(self) -> str:
         """The thread's own waits are in the products before; the optimizer begins when all gradients are written."""

@@ -145,6 +145,8 @@ class Calibrations:
     beside the device); the papers' machines have none, but for CXL-aware allocation's.
     `output_s`: seconds per phase of what lies outside the blocks (output matrix and loss), where they were measured by
     themselves; without, its products run at the rate of the blocks.
+    `hook_s`: seconds per phase, of those in which a CPU computes, that pass in a module's hook before it begins to read
+    the next weights: DeepSpeed's Python, and copies of what was read (`memascend.baselines.protocol.on_cpu`).
     `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
     `ssd_efficiency`: of the SSD's rates, where a step writes more than the drives absorb in a burst.
     """
@@ -158,6 +160,7 @@ class Calibrations:
     backward_products: float = 2.0
     own_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     output_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hook_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     adam_card_efficiency: float | None = None
     ssd_efficiency: float = 1.0
 

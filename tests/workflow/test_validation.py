@@ -48,7 +48,32 @@ def test_the_seconds_of_a_block_are_the_slope_over_two_models_without_waits(tmp_
     for run in validation.RUNS:
         found = validation.host_seconds(tmp_path, run, validation.POINTS[0])
         for phase, each in HOST.items():
-            assert found[phase] == pytest.approx(each), (run, phase)
+            assert found[phase] == pytest.approx(each | {"hook": 0.0}), (run, phase)
+
+
+def test_a_hook_lasts_from_the_end_of_a_wait_to_the_read_that_it_begins(tmp_path):
+    run, point = ("memascend", "memascend"), validation.POINTS[0]
+    for blocks in validation.BLOCKS:
+        for when in validation.ROUNDS:
+            for path in validation.traces_of(tmp_path, run, point, f"{blocks}-{when}"):
+                events = []
+                for number, hook in enumerate((0.004, 0.004, 0.004, 0.05)):  # before the last another module computes
+                    for resource, begin, end in (("gpu0", 0.0, 0.06), ("ssd.read", hook, 0.08)):
+                        span = {"begin_s": number + begin, "end_s": number + end}
+                        events.append(Event(name="", phase="forward", resource=resource, **span))
+                write_trace(path, events, lane="measured", source="here", system=run[0], arm=run[1])
+    assert validation.hook_seconds(tmp_path, run, point, "forward") == pytest.approx(0.004)
+    assert validation.hook_seconds(tmp_path, run, point, "backward") == 0.0
+
+
+def test_what_a_hook_computes_before_it_reads_does_not_overlap_with_the_read():
+    run, point = ("memascend", "memascend"), validation.POINTS[1]
+    with_hooks = {phase: each | {"hook": 0.0005} for phase, each in HOST.items()}
+    made = [validation.simulated(FOUND, run, point, "slower", host) for host in (HOST, with_hooks)]
+    without, seconds = (validation.thread_seconds(each) for each in made)
+    assert seconds["forward"] > 1.05 * without["forward"]
+    computing = [sum(e.end_s - e.begin_s for e in each.simulated.events if e.resource == "gpu0") for each in made]
+    assert computing[1] == pytest.approx(computing[0], rel=0.01)  # it is a part of that
 
 
 @pytest.mark.parametrize(("slower", "error"), [(1.0, 0.0), (2.0, -50.0)])

@@ -4,10 +4,10 @@ The SSDs are drives of known speed (`memascend.bench.rate_limit`), with a rate f
 simulator's; MLP-Offload has two, all others the first. What the training's thread computes comes from smaller models:
 the same system trains a quarter and half of the blocks of each size (fewer fit into the caches, and say nothing of
 more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
-block's seconds (its slope) and those of what lies outside the blocks. Memory, copies and AdamW are micro-benchmarks. No
-judged step gives a rate. It takes an hour, in which the machine has to be free of other work. With `--folder` the
-traces are kept, and what is there is not measured again. `--record` judges what a record measured once more, by the
-simulator as it is now.
+block's seconds (its slope) and those of what lies outside the blocks. They also say how long a hook of DeepSpeed's
+computes before it begins to read ahead. Memory, copies and AdamW are micro-benchmarks. No judged step gives a rate. It
+takes an hour, in which the machine has to be free of other work. With `--folder` the traces are kept, and what is there
+is not measured again. `--record` judges what a record measured once more, by the simulator as it is now.
 
 A phase is the time that the training's thread spends in it. A simulated one therefore ends with its last products, and
 the last with the step: transfers go on beside the next phase. A phase that is not simulated (the update of a system
@@ -45,7 +45,7 @@ from memascend.planner.pieces import forward_flops
 from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import SwapSizes
 from memascend.simulator import read_trace
-from memascend.simulator.recorder import CPU, DEVICE, WAIT
+from memascend.simulator.recorder import CPU, DEVICE, READ, WAIT
 from memascend.simulator.side_by_side import StepOf, step_of_trace
 from memascend.training.config import TrainConfig
 from memascend.training.prepare import workload_of_run
@@ -269,8 +269,23 @@ def host_seconds(folder: Path, run: Run, point: Point) -> dict[str, dict[str, fl
             for blocks in BLOCKS
         )
         each = max(LEAST_S, (many - few) / (BLOCKS[1] - BLOCKS[0]))
-        found[phase] = {"each_block": each, "outside": max(0.0, few - BLOCKS[0] * each)}
+        hook = hook_seconds(folder, run, point, phase)
+        found[phase] = {"each_block": each, "outside": max(0.0, few - BLOCKS[0] * each), "hook": hook}
     return found
+
+
+def hook_seconds(folder: Path, run: Run, point: Point, phase: str) -> float:
+    """Of what the thread computes, how long before it begins to read the next weights: from when it last waited. The
+    lower quartile, because modules without a wait may lie between, which make it longer. 0 where nothing is read."""
+    passed = []
+    for called in (f"{blocks}-{when}" for blocks in BLOCKS for when in ROUNDS):
+        for trace in traces_of(folder, run, point, called):
+            events = [event for event in read_trace(trace)[0] if event.phase == phase]
+            computing = sorted((event.begin_s, event.end_s) for event in events if event.resource == DEVICE)
+            for read in (event for event in events if event.resource == READ):
+                within = [begin for begin, end in computing if begin <= read.begin_s <= end]
+                passed += [read.begin_s - within[-1]] if within else []
+    return sorted(passed)[len(passed) // 4] if passed else 0.0
 
 
 def _computing(run: Run, step: StepOf, phase: str) -> float:
@@ -318,6 +333,7 @@ def simulated(found: dict[str, Any], run: Run, point: Point, drive: str, host: d
         costs,
         backward_products=max(0.0, host["backward"]["each_block"] / host["forward"]["each_block"] - again),
         output_s={phase: host[phase]["outside"] for phase in ("forward", "backward")},
+        hook_s={phase: host[phase].get("hook", 0.0) for phase in ("forward", "backward")},
         adam_memory_efficiency=math.inf,  # AdamW is in the seconds of the update
         own_s={"optimizer": spec.layers * update["each_block"] + update["outside"]},
     )
