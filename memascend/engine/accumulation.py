@@ -1,4 +1,4 @@
-"""Several micro-batches of one step, side by side or one after the other (`memascend.engine.vertical`)."""
+"""Accumulation of micro-batches in a step, side by side or one after the other (`memascend.engine.vertical`)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ log = logging.getLogger("memascend")
 
 
 class Accumulation(PassRuntime):
-    """Micro-batches of a step, in the order that moves fewest bytes.
+    """Runs the micro-batches of a step in the order that moves the fewest bytes.
 
-    Side by side they see each other's changes to the model, which would change results. So the first call with a
-    function goes one after the other and is watched (`IndependenceCheck`); only what was independent then goes side by
-    side, on the same route through the blocks, and is checked again in each step before any gradient is used.
+    Micro-batches that run side by side see each other's changes to the model, which would change results. The first
+    call with a function therefore runs them one after the other and observes them (`IndependenceCheck`). Only those
+    that were independent run side by side in later calls, on the same route through the blocks, and each step checks
+    their independence again before it uses any gradient.
     """
 
     def __init__(self, *parts: Any) -> None:
-        self._known: dict[Any, Route | str] = {}  # by function and modes: how to go side by side, or why not
-        self.accumulated: tuple[str, str] | None = None  # the order of the last call of `accumulate`, and why
+        self._known: dict[Any, Route | str] = {}  # by function and modes: the route side by side, or why not
+        self.accumulated: tuple[str, str] | None = None  # order of the last `accumulate`, and the reason
         super().__init__(*parts)
         self._numbers_of_slices = {
             unit.key: number for slices in self.units.matrices.values() for number, unit in enumerate(slices)
@@ -44,17 +45,20 @@ class Accumulation(PassRuntime):
         order: str = "vertical",
         repeatable: bool = False,
     ) -> list[Any]:
-        """`[function(each) for each in micro_batches]`, whose backward passes are all of this step.
+        """Return `[function(each) for each in micro_batches]`; all of their backward passes belong to this step.
 
-        `vertical`: where it can be, all of them pass a unit of weights before any goes on to the next; the first call
-        with a function, and those that cannot be, go one after the other. Gradients are equal to the bit. After an
-        error the current step is given up, and nothing runs any more. Raises what `function` raises, ValueError for
-        another order, RuntimeError for more passes than were announced, before any has begun.
+        `order`: with "vertical", all micro-batches pass a unit of weights before any of them moves on to the next,
+        where that is possible. The first call with a function, and calls for which it is not possible, run them one
+        after the other, as "horizontal" does. Gradients are bitwise equal in both orders.
 
-        `repeatable`: the function changes nothing but the model and draws no numbers but from torch's, NumPy's and
-        Python's own generators, and nobody looks at gradients before `finish_step`. So where all of a step's passes are
-        in this call, their gradients may be used before their norm is known, and all of them be done again where they
-        are to be clipped (`memascend.engine.speculation`); what they return is then the second pass's.
+        `repeatable`: the function changes nothing but the model, draws random numbers only from the generators of
+        torch, NumPy and Python, and nobody reads gradients before `finish_step`. If all passes of the step are in this
+        call, their gradients may then be used before their norm is known. If they need clipping, all passes are done
+        again (`memascend.engine.speculation`), and the results are those of the second run.
+
+        After an error the current step is given up, and no micro-batch is running any more. Raises what `function`
+        raises, ValueError for an unknown order, and RuntimeError for a nested call or for more passes than were
+        announced, before any has begun.
         """
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
@@ -102,7 +106,7 @@ class Accumulation(PassRuntime):
             return f"micro-batches go side by side on the CPU alone, and {self.units.device} computes"
         if self._swapping is not None:
             return "activations are swapped"
-        if self._passes:  # sums begin with what waits
+        if self._passes:  # their sums would have to start from the gradients on the SSD
             return "gradients of earlier passes of the step wait on the SSD: hand all micro-batches over in one call"
         return cannot_be_carried_over()
 
@@ -117,7 +121,7 @@ class Accumulation(PassRuntime):
             self._in_turn = False
 
     def _looked_at(self, function: Callable[[Any], Any], batches: Sequence[Any], kind: Any) -> list[Any]:
-        """One after the other; from then on it is known whether and how they can go side by side."""
+        """Run them one after the other, and record whether and on which route they can run side by side."""
         looking = self._looking = IndependenceCheck(ForwardFootprint(self.model, self.units.device))
         try:
             results = self._one_after_another(function, batches)
@@ -169,7 +173,7 @@ class Accumulation(PassRuntime):
         together = self._together
         if together is None:
             if self._looking is not None:
-                if self._visits is None:  # a part of the model is called alone
+                if self._visits is None:  # only a part of the model is called
                     self._begin_pass()
                 self._looking.at(key, number, forward=torch._C._current_graph_task_id() == -1)
             return
@@ -187,14 +191,14 @@ class Accumulation(PassRuntime):
                     self._inputs.begin_group()
 
     def _leave_unit(self) -> None:
-        """The weights that micro-batches side by side have used are needed no more."""
+        """Give back the weights that the micro-batches side by side have finished using."""
         together = self._together
         if together is not None and together.in_use is not None:
             used, together.in_use = together.in_use, None
             self.weights.give_back(used)
 
     def _speculated(self, batches: Sequence[Any], order: str) -> Beginning | None:
-        """Decide whether the gradients of this step wait for their norm; if not, what it can be done again from."""
+        """Return the state from which this step can be done again; None if its gradients wait for their norm."""
         if self._passes or len(batches) != self.options.accumulate:
             return None
         side_by_side = order == "vertical" and self._not_vertical() is None
@@ -209,8 +213,8 @@ class Accumulation(PassRuntime):
 
     @whole
     def _is_to_be_clipped(self) -> bool:
-        """After all passes of a step whose gradients did not wait: whether their norm is too large. Nothing of the step
-        stays then."""
+        """Return whether the norm of a step whose gradients did not wait exceeds the limit, after all of its passes. If
+        so, the whole step is taken back. An infinite or NaN norm does not count."""
         if not self.updates.pending:
             return False
         try:

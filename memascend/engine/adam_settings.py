@@ -1,4 +1,4 @@
-"""What AdamW is told for one parameter in one step, checked before anything is updated."""
+"""Settings of AdamW for one parameter in one step, checked before anything is updated."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # of torch's settings
+REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # settings of torch's AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """Of one parameter in one step, which counts from one."""
+    """Settings for one parameter in one step. `step` counts from one."""
 
     step: int
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    grad_factor: float = 1.0  # that the loop has multiplied its gradient by, as clipping does
+    grad_factor: float = 1.0  # what the loop has multiplied the gradient by, as clipping does
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: int, grad_factor: float = 1.0) -> AdamSettings:
-        """From an optimizer's group. ValueError for what AdamW does not take: before anything is updated, or written
-        down as to be done."""
+        """Return the settings from an optimizer's parameter group. Raises ValueError for values that AdamW does not
+        accept, before anything is updated or recorded for a redo."""
         if asked := [name for name in REFUSED if group.get(name)]:
             raise ValueError(f"a parameter group sets {asked[0]}, which is not supported here: remove it")
         numbers = {name: _number(group.get(name)) for name in ("lr", "eps", "weight_decay")}
@@ -41,7 +41,7 @@ class AdamSettings:
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none."""
+    """Return `value` as a float, or NaN if it is not a number."""
     try:
         return float(value) if not isinstance(value, str) else math.nan
     except (TypeError, ValueError, RuntimeError):

@@ -15,18 +15,18 @@ from memascend.ops.adamw8 import adamw8_, scales_shape
 
 
 class AdamSteps:
-    """Of one model. `states`: their dtype in the layout; `settings(name)`: what a parameter is updated with now."""
+    """AdamW for one model. `states`: their dtype in the layout; `settings(name)`: a parameter's current settings."""
 
     def __init__(self, states: torch.dtype, settings: Callable[[str], AdamSettings]) -> None:
         self._states, self._settings = states, settings
-        self.fastest = 0.0  # elements per second that was reached
+        self.fastest = 0.0  # highest rate so far, in elements per second
         self.begin()
 
     def begin(self, settings: Mapping[str, AdamSettings] | None = None) -> None:
-        """A new step. `settings`: of one that is done again, which has them from before."""
+        """Begin a new step. `settings`: the recorded settings of a step that is done again, by parameter name."""
         self._of_step = dict(settings or {})
-        self._used: dict[str, AdamSettings] = {}  # of parameters whose updates have begun
-        self._changed: set[str] = set()  # parameters of which a piece was updated with other settings than the first
+        self._used: dict[str, AdamSettings] = {}  # by parameter, the settings of its first update
+        self._changed: set[str] = set()  # parameters with a later update that used other settings than the first
 
     def step(
         self,
@@ -36,7 +36,7 @@ class AdamSteps:
         states: Mapping[str, torch.Tensor],
         scale: float,
     ) -> None:
-        """Update a run's elements in place. The gradient carries `scale` as a factor."""
+        """Update a run's weights and states in place. The gradient carries `scale` as a factor."""
         name = run.part.name
         settings = self._of_step.get(name) or self._settings(name)
         if settings != self._used.setdefault(name, settings):
@@ -67,7 +67,7 @@ class AdamSteps:
         self.fastest = max(self.fastest, run.numel / (time.perf_counter() - before))
 
     def require_same_settings(self) -> None:
-        """RuntimeError where a parameter was updated with other settings than it has now."""
+        """Raise RuntimeError if a parameter was updated with other settings than it has now."""
         for name, used in self._used.items():
             if name in self._changed or used != self._settings(name):
                 raise RuntimeError(

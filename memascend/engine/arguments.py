@@ -1,4 +1,4 @@
-"""The arguments of a block as its forward pass got them, so that it can be called with the same ones again."""
+"""The arguments of a block as its forward pass received them, so that it can be called with them again."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ _PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor: its number."""
+    """A placeholder for the tensor with this number."""
 
     number: int
 
 
 class Arguments:
-    """`args` and `kwargs` taken apart: their structure, and each tensor once.
+    """The structure of `args` and `kwargs`, and each tensor in them once.
 
     Containers that torch's pytree knows, classes derived from dict and list, dataclasses and namespaces are copied, and
     so is every other object of a Python class with tensors in its attributes or items, so that a block may change them.
-    Another object without tensors is the caller's own. TypeError for one with tensors that cannot be copied.
+    Any other object is not copied and stays the caller's. Raises TypeError for an object with tensors that cannot be
+    copied.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,19 +46,19 @@ class Arguments:
         self._args, self._kwargs = _Mapping(torch.Tensor, place)((args, kwargs))
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with `tensors` in the places of theirs."""
+        """Return the same arguments with `tensors` in place of the original ones, in the order of `self.tensors`."""
         made = _Mapping(_Place, lambda place: tensors[place.number])((self._args, self._kwargs))
         args, kwargs = made
         return args, kwargs
 
     def drop_tensors(self) -> list[torch.Tensor]:
-        """Hand the tensors over to the caller; the structure stays."""
+        """Return the tensors and drop the references to them; the structure stays."""
         found, self.tensors = self.tensors, []
         return found
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a structure, once."""
+    """Yield every tensor of a structure once."""
     seen: dict[int, Any] = {}
     waiting = [tree]
     while waiting:
@@ -72,12 +73,12 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 class _Mapping:
-    """Copies a structure with every node of one kind changed. Objects that occur twice stay one."""
+    """Copies a structure and changes every node of one type. An object that occurs twice is copied once."""
 
     def __init__(self, kind: type, change: Callable[[Any], Any]) -> None:
         self._kind, self._change = kind, change
         self._made: dict[int, Any] = {}
-        self._originals: list[Any] = []  # kept, so that no other object gets the number of one of them
+        self._originals: list[Any] = []  # kept alive, so that no other object can get the id of one of them
         self._has_some: dict[int, bool] = {}
 
     def __call__(self, node: Any) -> Any:
@@ -85,7 +86,7 @@ class _Mapping:
             return self._change(node)
         if node is None or isinstance(node, (*_LEAVES, torch.Tensor)):
             return node
-        if id(node) in self._made:  # the same object twice, or a circle
+        if id(node) in self._made:  # a shared object, or a cycle
             return self._made[id(node)]
         if (known := SUPPORTED_NODES.get(type(node))) is not None:
             children, context = known.flatten_fn(node)
@@ -106,7 +107,7 @@ class _Mapping:
         return made
 
     def _has(self, root: Any) -> bool:
-        """Whether a node of the kind can be reached from `root`; parameters of the model do not count."""
+        """Return whether a node of the type can be reached from `root`; parameters of a model do not count."""
         if id(root) not in self._has_some:
             self._look_at(root)
         return self._has_some[id(root)]
@@ -151,7 +152,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _is_value(node: Any) -> bool:
-    """Whether it is copied without a tensor in it, too: a block may put one there."""
+    """Return whether a node is copied even if it contains no tensor, since a block may add one."""
     if isinstance(node, dict | list | UserDict | UserList):
         return _is_of_python(node)
     return (dataclasses.is_dataclass(node) and not isinstance(node, type)) or type(node) is SimpleNamespace
@@ -162,7 +163,7 @@ def _is_of_python(node: Any) -> bool:
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """Values by name, those in slots among them."""
+    """Return an object's attributes by name, including those in slots."""
     found = dict(getattr(node, "__dict__", {}))
     for kind in type(node).__mro__:
         slots = kind.__dict__.get("__slots__", ())

@@ -1,4 +1,4 @@
-"""What becomes of a value that a module's attributes refer to, by its type (see `ModuleState`)."""
+"""How `ModuleState` tracks a value that a module's attributes refer to, by the type of the value."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import torch
 
 
 class ValueKind(enum.Enum):
-    """What becomes of a value in an attribute or a container."""
+    """How a value in an attribute or a container is tracked."""
 
-    NOTHING = enum.auto()  # it is known by its reference
+    NOTHING = enum.auto()  # by its reference alone
     TENSOR = enum.auto()
     ARRAY = enum.auto()
     GENERATOR = enum.auto()
     ITERATOR = enum.auto()
     CONTAINER = enum.auto()
     TUPLE = enum.auto()
-    PLAIN = enum.auto()  # an object that holds values, such as a namespace
-    INERT = enum.auto()  # an object that is known by its own attributes alone
+    PLAIN = enum.auto()  # an object that holds values, such as a namespace; its attributes are followed
+    INERT = enum.auto()  # an object whose attributes are compared by reference and not followed
 
 
 CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
@@ -41,7 +41,7 @@ _ARRAYS = (numpy.ndarray, bytearray, array.array)
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
-# Of the standard library: classes that hold what others put in, and bases of such classes.
+# Modules of the standard library with classes that hold other code's values, or are bases of such classes.
 _OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typing", "dataclasses"})
 
 
@@ -66,8 +66,11 @@ def _kind_of(of: Any) -> ValueKind:
 
 
 def _is_inert(of: type) -> bool:
-    """Threads, files, loggers, optimizers: what they refer to is their own business, and may be other threads'.
-    Configurations of transformers: each block has one, and it takes long to look into."""
+    """Return whether the attributes of a class's objects are not followed.
+
+    Threads, files, loggers and optimizers refer to internals that other threads may use. Each block of a transformers
+    model has a configuration, which takes long to walk through.
+    """
     module = str(of.__module__)
     package = module.partition(".")[0]
     if package == "transformers":
@@ -78,7 +81,7 @@ def _is_inert(of: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def has_dict(of: type) -> bool:
     found = [vars(each)["__dict__"] for each in of.__mro__ if "__dict__" in vars(each)]
-    known = types.GetSetDescriptorType | types.MemberDescriptorType  # and no property of a class
+    known = types.GetSetDescriptorType | types.MemberDescriptorType  # not a property named `__dict__`
     return bool(found) and all(isinstance(each, known) for each in found)
 
 
@@ -89,7 +92,7 @@ def slots_of(of: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 class _OfTypes(dict[type, Any]):
-    """Answers of a function, by type: a look-up is one in a dict."""
+    """Cache of a function's results by type, so that a look-up is a plain dict access."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

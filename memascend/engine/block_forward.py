@@ -1,4 +1,4 @@
-"""A block's own forward pass as the engine calls it: its caches of keys and values, and what it must not do."""
+"""A block's own forward pass as the engine calls it: its key-value caches, and what it must not do."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from memascend.engine.layout import Unit
 
 
 class BlockForward:
-    """Of one block, for as long as it is streamed."""
+    """Calls the forward pass of one block, for as long as the block is streamed."""
 
     def __init__(self, block: nn.Module, unit: Unit, runtime: BlockRuntime) -> None:
         self.stock = block.forward
         self._block, self.unit, self.runtime = weakref.ref(block), unit, runtime
-        # Numbers of the tensors that the block changes in place, by the kind of call, once that has been seen.
+        # By kind of call: the numbers of the tensors that the block changes in place, once a pass has shown them.
         self.changed_inputs: dict[Hashable, set[int]] = {}
-        self.passes: collections.Counter[Hashable] = collections.Counter()  # with a graph, by the kind of call
+        self.passes: collections.Counter[Hashable] = collections.Counter()  # passes with a graph, by kind of call
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -33,7 +33,7 @@ class BlockForward:
         return list(block.modules())
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's own forward."""
+        """Call the block's own forward, with a copy for each `_OwnCache` in the arguments."""
         caches: list[tuple[_OwnCache, Any]] = []
 
         def own(value: Any) -> Any:
@@ -51,12 +51,16 @@ class BlockForward:
         return results
 
     def with_own_cache(self, value: Any) -> Any:
-        """A cache of keys and values, as transformers' models hand out in training, too, where nobody reads what a
-        block adds to it: the block gets a copy that goes with its forward pass, as the recomputation will. Without any
-        it would compute the same from other memory layouts, in another order of sums."""
+        """Return a stand-in for a key-value cache; any other value is returned as it is.
+
+        The models of transformers pass such a cache in training, too, where nobody reads what a block adds to it. The
+        block gets a copy that lives as long as its forward pass, and so does the recomputation. Without a cache it
+        would compute the same from other memory layouts, in another order of summation. Raises NotStreamable for a
+        cache of an earlier pass.
+        """
         if not callable(getattr(value, "get_seq_length", None)):
             return value
-        if value.get_seq_length():  # by passes without a graph: the block has slots of its own in it
+        if value.get_seq_length():  # filled by passes without a graph: the block has entries of its own in it
             return _OwnCache(_copy_around_tensors(value), filled=True)
         empty, of_pass = _while_empty.get(value, (None, self.runtime.passes_begun))
         if of_pass != self.runtime.passes_begun:
@@ -70,12 +74,12 @@ class BlockForward:
         return _OwnCache(empty, filled=False)
 
     def require_unchanged(self) -> None:
-        """NotStreamable where a forward pass that has just ended has changed the block's weights."""
+        """Raise NotStreamable if the forward pass that has just ended changed the block's weights."""
         if (refusal := self.runtime.weights.refusal_of_change(self.unit)) is not None:
             raise refusal
 
     def require_no_view(self) -> None:
-        """NotStreamable where something that is left of a forward pass uses memory of the block's weights."""
+        """Raise NotStreamable if a tensor that outlives the forward pass uses the memory of the block's weights."""
         if self.runtime.weights.is_referred_to(self.unit):
             raise NotStreamable(
                 f"{self.unit.key} returns or keeps a view of its own weights, whose memory other blocks use from here "
@@ -83,19 +87,19 @@ class BlockForward:
             )
 
 
-# Of caches that were empty when a block got them: copies, since passes without a graph may fill them before backward
-# comes, and the pass with a graph that had them first.
+# By cache that was empty when a block got it: a copy, since passes without a graph may fill the cache before backward,
+# and the number of the first pass with a graph that used it.
 _while_empty: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
 
 
 def _copy_around_tensors(cache: Any) -> Any:
-    """Its objects are new ones, and its tensors the same: arguments of the block as others are."""
+    """Copy a cache's objects but not its tensors, which are arguments of the block like any other."""
     return copy.deepcopy(cache, {id(tensor): tensor for tensor in tensors_in(cache)})
 
 
 class _OwnCache:
-    """Stands for a cache among a block's arguments, as it was before the block's forward pass: that, and each
-    recomputation, has a copy of its own."""
+    """Stands for a cache among a block's arguments, as it was before the block's forward pass. That pass and each
+    recomputation get a copy of their own."""
 
     def __init__(self, cache: Any, *, filled: bool) -> None:
         self._cache, self._filled = cache, filled
@@ -104,6 +108,6 @@ class _OwnCache:
         return _copy_around_tensors(self._cache) if self._filled else copy.deepcopy(self._cache)
 
     def is_missing_in(self, made: Any) -> bool:
-        """Whether anything that the cache is filled with is no longer in the copy."""
+        """Return whether any tensor that the cache was filled with is no longer in the copy `made`."""
         there = {id(tensor) for tensor in tensors_in(made)} if self._filled else set()
         return self._filled and any(id(tensor) not in there for tensor in tensors_in(self._cache))

@@ -1,4 +1,4 @@
-"""What a block's forward and backward pass ask of the engine that trains it, and which block's visit is open."""
+"""The engine as a block's forward and backward passes see it, and the block visit that is open."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memascend.engine.unit_weights import UnitWeights
 
 
 class Visit(Protocol):
-    """Of a block in backward: its weights are in memory from the begin to the end. `backward`: autograd's number of the
-    backward pass that it belongs to."""
+    """A visit to a block in backward: the block's weights are in memory from `begin_visit` to `end_visit`. `backward`:
+    autograd's number of the backward pass that the visit belongs to."""
 
     unit: Unit
     backward: int
@@ -26,34 +26,34 @@ class Visit(Protocol):
     def end_visit(self) -> None: ...
 
     def forget_visit(self) -> None:
-        """After an error: somebody else gives the weights back."""
+        """Forget the visit after an error. Its caller gives the weights back."""
 
 
 class PassInProgress:
-    """What an engine keeps of one micro-batch's forward and backward pass. One at a time is at work.
+    """State of one micro-batch's forward and backward pass. One of them is at work at a time.
 
-    `number`: of the micro-batch, among those side by side.
+    `number`: the number of the micro-batch among those that run side by side.
     """
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
         self.visits = Visits()
-        self.uses: dict[str, int] = {}  # passes through blocks whose visit has not ended
+        self.uses: dict[str, int] = {}  # by unit key: passes through the block whose visit has not ended
         self.begun = 0  # the number of its forward pass
         self.backward_begun = self.got_gradients = False
-        self.ended = False  # its backward pass
-        self.inside: list[Unit] = []  # whose modules' forward passes are in progress, outermost first
+        self.ended = False  # whether its backward pass has ended
+        self.inside: list[Unit] = []  # units whose modules' forward passes are in progress, outermost first
         self.model_passes: list[list[Unit] | None] = []  # see `OutsideUse`
         self.matrices: dict[str, Any] = {}  # see `StreamedRows`
 
 
 class BlockRuntime:
-    """What a block's visits ask of the engine that trains it."""
+    """The engine that trains a block, as the passes and visits of the block call it."""
 
     weights: UnitWeights
     at_work: PassInProgress
-    in_block = 0  # forward passes of blocks, first ones or again, that are in progress
-    generation = 0  # of weights: another one after a step, and after one that was given up
+    in_block = 0  # forward passes of blocks in progress, recomputations included
+    generation = 0  # of the weights: changes after each step, completed or given up
 
     @property
     def visits(self) -> Visits:
@@ -61,37 +61,38 @@ class BlockRuntime:
 
     @property
     def passes_begun(self) -> int:
-        """Of forward passes with a graph, the number of the one at work."""
+        """The number of the forward pass at work, counting passes with a graph."""
         return self.at_work.begun
 
     def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
-        """The pass at work comes to a unit, in either direction; `needs_it`: its weights. Others may go on first."""
+        """Called when the pass at work comes to a unit, in forward or backward. Other micro-batches may run before it
+        returns. `needs_it`: whether the pass needs the unit's weights."""
 
     def entered(self, unit: Unit) -> None:
-        """A forward pass through the block, with a graph, begins."""
+        """Called when a forward pass through the block, with a graph, begins."""
 
     def recomputes(self, unit: Unit) -> None:
-        """The visit that belongs to it begins, in backward."""
+        """Called when the visit that belongs to such a pass begins, in backward."""
 
     def visited(self, unit: Unit) -> None:
-        """That visit ends; the weights are still there."""
+        """Called when that visit ends; the weights are still in memory."""
 
     def left(self, unit: Unit, by: PassInProgress) -> None:
-        """Its first visit has ended, or none will come."""
+        """Called when the first visit of a pass has ended, or none will come. `by`: the micro-batch of that pass."""
 
     def require_not_updated(self, unit: Unit) -> None:
-        """Raise where an update of the block's weights has begun, so that it cannot be computed again."""
+        """Raise if an update of the block's weights has begun, since the block cannot be recomputed then."""
 
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """Seconds of a pass through the block in memory, in one direction (inf: the other one); the recomputation is in
-        neither. The least counts."""
+        """Record the seconds of a pass through the block in memory, in one direction (inf for the other one). The
+        recomputation is in neither. The smallest values count."""
 
     def now(self) -> float:
-        """Seconds; where blocks are measured, when the device has computed all that it was given."""
+        """Return the time in seconds; where blocks are measured, after all work submitted to the device is done."""
         return time.perf_counter()
 
     def keep_input(self, tensor: torch.Tensor) -> Any:
-        """Of a block's hidden states: what brings them back (see `bring_back`), or the tensor itself."""
+        """Store a block's hidden states until backward. Return a handle for `bring_back`, or the tensor itself."""
         return tensor
 
     def bring_back(self, kept: Any) -> torch.Tensor:
@@ -99,26 +100,26 @@ class BlockRuntime:
         return tensor
 
     def left_by(self, stop: type[BaseException]) -> contextlib.AbstractContextManager[Any]:
-        """Around a recomputation, which `stop` may end in the middle of modules that are not the block's own."""
+        """Return the context of a recomputation, which `stop` may end inside of modules that are units of their own."""
         return contextlib.nullcontext()
 
     def taking(self, unit: Unit, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Taken]:
-        """Around a forward pass: results of its products that wait for backward."""
+        """Return the context of a forward pass; it yields the results of products that are kept for backward."""
         return contextlib.nullcontext(Taken())
 
     def replaying(self, unit: Unit, taken: Taken) -> contextlib.AbstractContextManager[Any]:
-        """Around its recomputation, which has them again."""
+        """Return the context of its recomputation, in which the kept results are used again."""
         return contextlib.nullcontext()
 
 
 class Visits:
-    """Which block's backward visit is open: one at a time. Not thread-safe."""
+    """The backward visit that is open, one block's at a time. Not thread-safe."""
 
     def __init__(self) -> None:
         self.open: Visit | None = None
 
     def begin(self, visited: Visit) -> None:
-        """Open a pass's visit; that of another one ends."""
+        """Open a visit, and end the one that was open, if it is another one."""
         if self.open is visited:
             return
         self.end()
@@ -126,19 +127,19 @@ class Visits:
         self.open = visited
 
     def end(self) -> None:
-        """No visit is open."""
+        """End the visit that is open, if any."""
         visited, self.open = self.open, None
         if visited is not None:
             visited.end_visit()
 
     def forget(self) -> None:
-        """After an error: somebody else gives the weights back."""
+        """Forget the open visit after an error. The caller gives the weights back."""
         visited, self.open = self.open, None
         if visited is not None:
             visited.forget_visit()
 
     def is_nested_in(self, unit: Unit) -> bool:
-        """Whether a backward pass runs inside of the open visit of `unit` (a reentrant checkpoint in the block)."""
+        """Return whether a backward pass runs inside of the open visit of `unit` (a reentrant checkpoint in it)."""
         return (
             self.open is not None and self.open.unit is unit and self.open.backward != torch._C._current_graph_task_id()
         )

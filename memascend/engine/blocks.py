@@ -1,4 +1,4 @@
-"""Deprecated: what was documented of this module is in `memascend.engine.errors`."""
+"""Deprecated: the documented names of this module are in `memascend.engine.errors`."""
 
 from __future__ import annotations
 
