@@ -1,7 +1,7 @@
-"""The account of a stream's host buffers: which tensor has which, what is read ahead, whose buffer may be taken.
+"""The table of a stream's host buffers: which tensor has which, what is read ahead, whose buffer may be taken.
 
-Why it is apart from the stream: everything here is done with the stream's lock held and never waits, so each method may
-rely on what the one before it saw. What waits for a transfer or a device is the stream's, without the lock.
+It is separate from the stream because everything in it runs under the stream's lock and never waits, so that each
+method may rely on what the previous one saw. Waiting for a transfer or a device is up to the stream, without the lock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from memascend.engine.protocols import Completion, Event, Owner, Storage, Use
 from memascend.memory.pools import BufferPool, Lease, OnDemandBuffers
 from memascend.storage.interrupts import whole
 
-READ, READ_AHEAD, WRITE = 2, 1, 0  # priorities: somebody waits; somebody will; the buffer alone waits
+READ, READ_AHEAD, WRITE = 2, 1, 0  # priorities: a fetch waits; a fetch will follow; only the buffer waits
 
 
 @dataclass
 class StreamStatistics:
-    """Counts since the stream was made, and the pool's fallbacks.
+    """Counts since the stream was created, and the pool's fallbacks.
 
-    `hits`: fetches that found the tensor in memory or on its way; `misses`: those that had to start its read.
-    `denied`: read-ahead for which there was no space; `evicted`: tensors that were read ahead and lost their buffer
-    unused; `taken`: buffers taken from tensors that the device has a copy of; `extra_buffers`: buffers made because no
-    slot could be had; `fallbacks`: slots of a larger class, `fallback_wasted_bytes` the largest waste of one of them.
+    `hits`: fetches that found the tensor in memory or on its way; `misses`: fetches that had to start its read.
+    `denied`: read-aheads for which there was no space; `evicted`: tensors that were read ahead and lost their buffer
+    unused; `taken`: buffers taken from tensors that the device has a copy of; `extra_buffers`: buffers allocated
+    because no slot was available; `fallbacks`: tensors in a slot of a larger class, and `fallback_wasted_bytes` the
+    largest waste of one of them.
     """
 
     hits: int = 0
@@ -47,26 +48,26 @@ class StreamStatistics:
 
 @dataclass(eq=False, slots=True)
 class StreamEntry:
-    """A tensor with a buffer. It is its own key in the pool: a key may be read anew while its last buffer retires."""
+    """A tensor with a buffer. It is its own key in the pool: `key` may be read anew while its last buffer retires."""
 
     key: Hashable
     numel: int
     lease: Lease | None = None
     source: BufferPool | OnDemandBuffers | None = None
-    filled: bool = False  # the contents are there
+    filled: bool = False  # the contents are complete
     read: Completion | None = None
     writes: list[Completion] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)  # copies to the device
     users: int = 0
-    spent: bool = False  # copied, and wanted by nobody since
-    visits: int = 0  # uses that the read-ahead queue foresees, the present one included
+    spent: bool = False  # copied to the device, and not requested since
+    visits: int = 0  # uses in the read-ahead queue, including the current one
 
     def __repr__(self) -> str:
         return repr(self.key)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The elements of the buffer that are the tensor's."""
+        """The tensor's `numel` elements of the buffer."""
         assert self.lease is not None
         return self.lease.tensor
 
@@ -77,7 +78,7 @@ class StreamEntry:
         return self.lease.slot_tensor
 
     def is_quiet(self) -> bool:
-        """Whether nothing reads or writes the buffer: neither the storage nor the device."""
+        """Return whether nothing reads or writes the buffer, neither the storage nor the device."""
         if self.read is not None and not self.read.done():
             return False
         return all(write.done() for write in self.writes) and all(event.query() for event in self.events)
@@ -89,13 +90,13 @@ def _warn(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a `WeightStream` works.
+    """Options of a `WeightStream`.
 
-    `owner`: keeps the account of uses; fetches and copies are then no uses, and `drop` stands for `release`.
-    `slot_multiple`: elements that transfers are a multiple of. `read_ahead_bytes`: at most this much is in memory
-    unused, by default whatever the pool holds. `wait_s`: how long a fetch waits for a slot. `describe` says what a key
-    stands for in the lines that `warn` takes, for a person to read (by default the log `memascend`). `before_write` may
-    wait until a tensor may be overwritten; it is called without the stream's lock.
+    `owner`: counts the uses itself; fetches and copies are then no uses, and `drop` replaces `release`.
+    `slot_multiple`: transfers are a multiple of this many elements. `read_ahead_bytes`: the most that may be in memory
+    unused; by default only the pool limits it. `wait_s`: seconds that a fetch waits for a slot. `describe`: names a key
+    in the messages that are passed to `warn` (by default the logger `memascend`). `before_write`: may wait until a
+    tensor may be overwritten; it is called without the stream's lock.
     """
 
     owner: Owner | None = None
@@ -108,9 +109,9 @@ class StreamOptions:
 
 
 class BufferTable:
-    """Of one stream. All methods are called with `lock` held, but for `end_write` and `transfer_ended`, which take it.
+    """The buffers of one stream. All methods run under `lock`, except `end_write` and `transfer_ended`, which take it.
 
-    Buffers come from `pool`, from `staging` while there is no pool, and from `extra` where no slot can be had.
+    Buffers come from `pool`, from `staging` while there is no pool, and from `extra` where no slot is available.
     """
 
     def __init__(
@@ -124,14 +125,14 @@ class BufferTable:
         self.storage, self.pool, self.staging, self.extra = storage, pool, staging, extra
         self._options, self._owner = options, options.owner
         self.numels: dict[Hashable, int] = {}
-        self.entries: dict[Hashable, StreamEntry] = {}  # in the order in which they got their buffers
+        self.entries: dict[Hashable, StreamEntry] = {}  # in the order in which they got buffers
         self.retiring: list[StreamEntry] = []  # dropped, but a transfer or a copy still works on the buffer
         self.queue: deque[Hashable] = deque()  # visits to come
         self.failed_writes: dict[Hashable, BaseException] = {}
         self.counts = StreamStatistics()
-        self.seeking = 0  # fetches that look for a buffer
+        self.seeking = 0  # number of fetches that look for a buffer
         self.lock = RLock()
-        self.buffer_free = Condition(self.lock)  # or could be made free
+        self.buffer_free = Condition(self.lock)  # or one can be freed
         self._warned_sizes: set[int] = set()
         self._pumping = False
 
@@ -173,12 +174,12 @@ class BufferTable:
         return entry
 
     def admit(self, entry: StreamEntry | None, reading: bool) -> StreamEntry | None:
-        """A fetched tensor that had no buffer has one now (None: it has none yet)."""
+        """Enter a tensor that has just got a buffer for a fetch, and start its read if `reading`. None is passed on."""
         if entry is None:
             return None
         entry.users = 1
         if entry.key in self.queue:
-            self.queue.remove(entry.key)  # this is the visit that it foresaw
+            self.queue.remove(entry.key)  # this fetch is that visit
             entry.visits = 1
         self.entries[entry.key] = entry
         if reading:
@@ -206,8 +207,8 @@ class BufferTable:
         return leaving or key in self.failed_writes or (there is not None and bool(there.writes))
 
     def start_ahead(self, key: Hashable) -> StreamEntry | None:
-        """Read a tensor that has no buffer, if there is space without taking anything that is wanted."""
-        if self.seeking or self._has_writes(key):  # what comes free belongs to the fetch that waits
+        """Start reading a tensor that has no buffer. Return None if no space is left without taking a wanted buffer."""
+        if self.seeking or self._has_writes(key):  # a buffer that comes free belongs to the waiting fetch
             return None
         wanted = self.slot_numel(self.numels[key])
         if self._options.read_ahead_bytes is not None:
@@ -227,7 +228,7 @@ class BufferTable:
 
     @whole
     def transfer_ended(self, _: Completion) -> None:
-        """Maybe in another thread: a buffer that was leaving may have become free."""
+        """Free retiring buffers and go on reading ahead after a transfer. May run in another thread."""
         if not self.retiring and not self.queue:
             return
         with self.lock:
@@ -235,7 +236,7 @@ class BufferTable:
             self.pump()
 
     def pump(self) -> None:
-        if self._pumping or not self.queue:  # the former: a transfer ended while it was being submitted
+        if self._pumping or not self.queue:  # already pumping: a transfer ended while being submitted
             return
         self._pumping = True
         try:
@@ -249,7 +250,7 @@ class BufferTable:
         if entry is None:
             try:
                 entry = self.start_ahead(key)
-            except Exception:  # the fetch of it, which must come, raises what is wrong
+            except Exception:  # the fetch that must follow raises the error
                 self.counts.failed_reads += 1
         if entry is None:
             return False
@@ -311,7 +312,7 @@ class BufferTable:
                 return
 
     def make_space(self, numel: int, keep: Collection[Hashable]) -> StreamEntry | None:
-        """A tensor on its way out whose slot will do: to be waited for."""
+        """Return a retiring tensor whose slot fits, for the caller to wait for, or None. Retires one if necessary."""
         for entry in self.retiring:
             if self._shares_a_class(entry, numel):
                 return entry
@@ -334,7 +335,7 @@ class BufferTable:
             self._owner.dropped(entry.key, use)
 
     def retire(self, entry: StreamEntry) -> None:
-        """The tensor has no buffer any more; the buffer goes back when nothing works on it."""
+        """Take the tensor's buffer away; the buffer goes back once nothing works on it."""
         del self.entries[entry.key]
         if entry.writes or not entry.is_quiet():
             self.retiring.append(entry)
@@ -347,7 +348,7 @@ class BufferTable:
         if not self.retiring:
             return
         for entry in [entry for entry in self.retiring if entry.is_quiet()]:
-            for write in list(entry.writes):  # ended: none of these waits
+            for write in list(entry.writes):  # all have ended, so that this does not wait
                 self.end_write(entry, write)
             self.hand_back(entry)
 
@@ -359,7 +360,7 @@ class BufferTable:
     def _give_back(self, entry: StreamEntry) -> None:
         assert entry.source is not None
         entry.source.release(entry)
-        entry.lease = None  # which holds the entry: a buffer of its own goes with its last view, not with a cycle
+        entry.lease = None  # breaks a cycle, so that an extra buffer is freed with its last view
 
     def end_write(self, entry: StreamEntry, write: Completion) -> None:
         failure: BaseException | None = None

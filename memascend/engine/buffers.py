@@ -1,8 +1,8 @@
 """The host buffers of the streaming engine: a few slots each for weights, states, gradients and activation checkpoints.
 
-A plan makes them over an allocator that counts, a run over one that allocates: both by this class, and so entry by
-entry the same. Their sizes are those of the largest unit and the largest piece; the depth of the model is not in them,
-and the vocabulary only as far as a slice of it goes.
+A plan creates them over an allocator that only counts, a run over one that allocates. Both use this class, so that
+their entries are the same. Sizes follow from the largest unit and the largest piece. They do not depend on the depth of
+the model, and on its vocabulary only by the size of one slice.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from memascend.engine.layout import Kind, Layout, padded
 from memascend.memory.pinned import Allocator
 from memascend.memory.pools import AdaptiveBufferPool, MonolithicBufferPool, PoolClass
 
-BLOCKS_IN_FLIGHT = 3  # one at work, one on its way in, one that is updated and written
-SLICES_IN_FLIGHT = 3  # as of blocks
+BLOCKS_IN_FLIGHT = 3  # one computes, one is read, one is updated and written
+SLICES_IN_FLIGHT = 3  # as for blocks
 STATE_SLOTS = 3  # one read, one updated, one written (LoHan, Fig. 3b)
-GRADIENT_SLOTS = 3  # where gradients wait on the tier
+GRADIENT_SLOTS = 3  # for gradients that wait on the tier
 CHECKPOINT_SLOTS = 3
-SAVED_BYTES = 4 << 20  # at a time: four commands of the engine below
+SAVED_BYTES = 4 << 20  # bytes at a time: four commands of the I/O engine
 
 
 class _Named:
-    """An allocator under whose owner a pool's memory is booked, in place of the pool's own name for itself."""
+    """An allocator that books a pool's memory under this owner and name, in place of the pool's own."""
 
     def __init__(self, allocator: Allocator, owner: str, name: str) -> None:
         self._allocator, self._owner, self._name = allocator, owner, name
@@ -40,12 +40,12 @@ class _Named:
 
 
 def weight_classes(layout: Layout, blocks_in_flight: int) -> list[PoolClass]:
-    """Slots by size: for blocks and slices as many as are in flight, for every other unit one of its own."""
+    """Return slots by size: for blocks and slices as many as are in flight, and one for every other unit."""
     blocks = Counter(layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.BLOCK)
     counts = Counter({numel: min(count, blocks_in_flight) for numel, count in blocks.items()})
     slices = Counter(layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.SLICE)
     last = {unit.matrix: layout.unit_numel(unit) for unit in layout.units if unit.kind is Kind.SLICE}
-    for numel, count in slices.items():  # the last one of a matrix may be smaller, and comes alone
+    for numel, count in slices.items():  # the last slice of a matrix may be smaller, and needs one slot
         alone = count == sum(numel == each for each in last.values())
         counts[numel] += 1 if alone else min(count, SLICES_IN_FLIGHT)
     counts.update(layout.unit_numel(unit) for unit in layout.units if unit.kind in (Kind.RESIDENT, Kind.LOOKED_UP))
@@ -53,7 +53,10 @@ def weight_classes(layout: Layout, blocks_in_flight: int) -> list[PoolClass]:
 
 
 class EngineBuffers:
-    """Pools over `allocator`. `state_slots`: one where states are read, updated and written in turn."""
+    """The engine's buffer pools, from `allocator`. `state_slots`: 1 where states are read, updated and written in turn.
+
+    `gradients`: the dtype of gradients that wait on the tier.
+    """
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class EngineBuffers:
         self.saved: torch.Tensor | None = None
 
     def need_arrivals(self) -> torch.Tensor:
-        """For the gradients of a piece on their way from an accelerator, in the type of its weights."""
+        """Allocate the buffer for a piece's gradients on their way from an accelerator, in the dtype of the weights."""
         return self.allocator.allocate(
             max((piece.numel for piece in self.layout.pieces), default=1),
             self.layout.weights,
@@ -96,7 +99,7 @@ class EngineBuffers:
         )
 
     def need_gradients(self) -> MonolithicBufferPool:
-        """For gradients that wait on the tier; made once, when it turns out that they must."""
+        """Return the pool for gradients that wait on the tier. It is created once, when it is first needed."""
         if self.gradients is None:
             self.gradients = MonolithicBufferPool(
                 max(padded(piece.numel, self.gradient_dtype) for piece in self.layout.pieces),
@@ -108,7 +111,7 @@ class EngineBuffers:
         return self.gradients
 
     def need_checkpoints(self, numel: int, dtype: torch.dtype) -> MonolithicBufferPool:
-        """For the inputs of blocks on their way to the tier and back, `numel` elements each."""
+        """Create the pool for block inputs of `numel` elements each, on their way to the tier and back."""
         self.checkpoints = MonolithicBufferPool(
             padded(numel, dtype),
             CHECKPOINT_SLOTS,
@@ -119,7 +122,7 @@ class EngineBuffers:
         return self.checkpoints
 
     def need_saved(self) -> torch.Tensor:
-        """For what is copied into a save while training goes on, as bytes; made once, with the first of them."""
+        """Return the byte buffer that saves are copied through while training goes on. The first save creates it."""
         if self.saved is None:
             nbytes = min(SAVED_BYTES, max(self.layout.nbytes))
             self.saved = self.allocator.allocate(nbytes, torch.uint8, name="save", owner="streamed_saves")

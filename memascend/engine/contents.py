@@ -1,4 +1,4 @@
-"""What is on the tier, parameter by parameter: weights and states read out, and states put in."""
+"""Access to the tier parameter by parameter: weights and states are read, and states are replaced."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ StatesOf = Callable[[str], Mapping[str, torch.Tensor] | None]
 
 
 class TierContents:
-    """Of one model, through the slots that training has. Not thread-safe.
+    """The weights and states of one model on the tier, accessed through the slots of training. Not thread-safe.
 
-    `folder`: for files whose memory sliced parameters are read into. `require_completed_step`: is called once before
-    each parameter that is read, and raises where updates of the current step have begun, or in a forked child."""
+    `folder`: where files are created whose memory sliced parameters are read into. `require_completed_step`: is called
+    once before each parameter that is read, and raises if updates of the current step have begun, or in a forked child.
+    """
 
     def __init__(
         self,
@@ -37,13 +38,16 @@ class TierContents:
 
     @property
     def _state_stream(self) -> WeightStream:
-        assert self._states is not None  # of a model of which anything trains
+        assert self._states is not None  # the model trains something
         return self._states
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """A trained parameter's states in memory of their own, flat, by torch's names and "master" (a copy of the
-        weights where they are their own masters). 8-bit moments are codes of uint8, with "scales" of two bytes per
-        block of 32 next to them: `memascend.ops.adamw8.decode_moments` reads these."""
+        """Return a trained parameter's states by name, as flat tensors in memory of their own.
+
+        The names are torch's and "master", which is a copy of the weights where these are their own masters. 8-bit
+        moments are uint8 codes, next to "scales" of two bytes per block of 32:
+        `memascend.ops.adamw8.decode_moments` decodes them.
+        """
         self.require_completed_step()
         layout, keys = self._layout, dict.fromkeys(("master", *self._layout.state_names))
         numel = sum(part.numel for unit in layout.units for part in unit.parts if part.name == name)
@@ -53,10 +57,12 @@ class TierContents:
         return found
 
     def write_states(self, states_of: StatesOf, written: Callable[[], None]) -> None:
-        """Put states in; weights follow their masters. `states_of(name)`: some of a parameter's states, flat, in the
-        form of `read_states`, or None to leave them. It is asked in the order of the tier, one parameter after the
-        other, and what it gave is let go of before the next one is asked for. Each tensor of the tier is written once;
-        `written` is called after each unit.
+        """Replace states on the tier; weights follow their masters.
+
+        `states_of(name)` returns some of a parameter's states, flat, in the form of `read_states`, or None to leave
+        them as they are. It is called in the order of the tier, one parameter after the other, and its result is
+        released before the next call. Each tensor on the tier is written once; `written` is called after each unit that
+        was changed.
         """
         name, states = None, None
         for unit in self._layout.units:
@@ -89,14 +95,14 @@ class TierContents:
     def _values(
         self, run: Run, places: Mapping[str, slice], slot: torch.Tensor, states: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, str]]:
-        """(elements of a run, state) of each of its states."""
+        """Yield (elements of the run, name of the state) for each of its states."""
         if self._layout.own_masters:
             yield run.of(slot), "master"
         for key, place in places.items():
             yield states[place], key
 
     def _state_runs(self, name: str) -> Iterator[tuple[torch.Tensor, Run, str]]:
-        """(values, run, state) of a parameter."""
+        """Yield (values, run, name of the state) for each run and state of a parameter."""
         for unit in self._layout.units:
             pieces = [
                 (piece, *each)
@@ -115,9 +121,10 @@ class TierContents:
             self._weights.stream.release(unit.key)
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, values) of every parameter, or of those in `order`; a tensor is valid until the next one is asked for.
+        """Yield (name, values) of every parameter, or of those in `order`.
 
-        They are in host memory. The units' own order is the cheaper one: a unit is read when it is not the one before.
+        The values are in host memory, and valid until the next ones are requested. The units' own order is cheapest:
+        a unit is read whenever it is not the same as the previous one. Raises what `require_completed_step` raises.
         """
         places: dict[str, list[tuple[Unit, int]]] = {}
         for unit in self._layout.units:
@@ -127,13 +134,13 @@ class TierContents:
         current: Unit | None = None
         try:
             for name in places if order is None else order:
-                self.require_completed_step()  # a step may have begun, or the process forked, since the one before
+                self.require_completed_step()  # a step may have begun, or the process forked, since the previous one
                 unit, number = places[name][0]
                 if unit.kind is Kind.SLICE:
                     yield name, self._joined([unit for unit, _ in places[name]])
                     continue
                 if unit is not current:
-                    with uninterrupted:  # what is in use is released once
+                    with uninterrupted:  # a unit in use is released exactly once
                         if current is not None:
                             before, current = current, None
                             stream.release(before.key)
@@ -148,8 +155,11 @@ class TierContents:
     def fill_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str = "", *, recurse: bool = True
     ) -> None:
-        """A module's state_dict() has its weights, in a file's memory; a tied one is one tensor under two names.
-        `module` is the model or any part of it; `recurse`: with its children's. Raises as `read_weights`."""
+        """Put a module's weights into its state_dict(), in the memory of a file.
+
+        A tied weight is one tensor under two names. `module`: the model or any part of it; `recurse`: whether the
+        weights of its children are included. Raises what `read_weights` raises.
+        """
         names = self._weights.units.names
         keys: dict[str, list[str]] = {}
         for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
@@ -161,7 +171,7 @@ class TierContents:
         wanted = [name for name in dict.fromkeys(parts) if name in keys]
         shapes = {name: parameter.shape for parameter, name in names.items()}
         sizes = [shapes[name].numel() * self._layout.weights.itemsize for name in wanted]
-        file: TensorFile | None = None  # made when the first read was found to be allowed
+        file: TensorFile | None = None  # created once the first read is known to be allowed
         for name, values in self.read_weights(wanted):
             file = file or TensorFile(self._folder, sizes)
             copy = file.put(values)
@@ -170,7 +180,7 @@ class TierContents:
 
     @whole
     def _joined(self, slices: Sequence[Unit]) -> torch.Tensor:
-        """A sliced parameter in the memory of a file, which the kernel can take back."""
+        """Return a sliced parameter in the memory of a file, which the kernel can reclaim."""
         parts = [unit.parts[0] for unit in slices]
         file = TensorFile(self._folder, [sum(part.numel for part in parts) * self._layout.weights.itemsize])
         whole = file.allocate(self._layout.weights, (sum(part.shape[0] for part in parts), parts[0].shape[1]))
@@ -182,7 +192,7 @@ class TierContents:
 
 
 def _in_parameter(run: Run, state: str) -> slice:
-    """Where a run's elements of a state are among the parameter's."""
+    """Return where a run's elements of a state are among those of the whole parameter."""
     begin = run.part.offset + run.begin
     first = numel_of_state(state, begin)
     return slice(first, first + numel_of_state(state, run.numel))

@@ -1,8 +1,8 @@
-"""The device that a streamed model computes on, and what is copied between its memory and the host's.
+"""The device that a streamed model computes on, and copies between its memory and the host's.
 
-On the CPU weights are used where they are. An accelerator gets copies of them, on a stream of their own next to
-what it computes: a unit's slot of device memory is filled when what used it before has been computed, and computing
-goes on when it is there. Gradients come back the same way. Nobody waits but for memory that is used again.
+On the CPU, weights are used where they are. An accelerator gets copies of them, on a stream of their own that overlaps
+computation: a unit's slot of device memory is filled once the computation that used it before is done, and computation
+continues once the copy is complete. Gradients come back the same way. The host waits only for memory that is reused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from memascend.activation.transfer import DeviceStreams, has_streams
 from memascend.engine.buffers import weight_classes
 from memascend.engine.layout import Layout
 
-BLOCKS_ON_DEVICE = 2  # one is computed with, the next is on its way
+BLOCKS_ON_DEVICE = 2  # one computes, the next is being copied
 
 
 def device_of(parameters: Iterable[nn.Parameter], asked: torch.device | str | None) -> torch.device:
-    """Where a model will be computed: `asked`, or else where its parameters are. Raises ValueError."""
+    """Return the device to compute on: `asked`, or else the device of the parameters.
+
+    Raises ValueError if the parameters are on several devices, or torch sees no such device with streams.
+    """
     found = {parameter.device for parameter in parameters}
     if asked is None and len(found) > 1:
         raise ValueError(
@@ -47,13 +50,13 @@ def _names(devices: Iterable[torch.device]) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Until it has computed and copied all that it was given."""
+    """Wait until the device has finished all work that was submitted to it."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 class Generators:
-    """States of the generators of random numbers: the CPU's, and the device's if that is another."""
+    """A snapshot of torch's random number generators: the CPU's, and that of the device if it is another one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cpu, self._other = device, torch.get_rng_state(), None
@@ -67,14 +70,14 @@ class Generators:
         return same and torch.equal(self._cpu, other._cpu)
 
     def restore(self) -> None:
-        """Random numbers come as from these states."""
+        """Set the generators to these states."""
         torch.set_rng_state(self._cpu)
         if self._other is not None:
             torch.get_device_module(self._device).set_rng_state(self._other, self._device)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """As `restore`; afterwards as if nothing had been drawn."""
+        """Return a context in which the generators begin from these states. On exit they are as before."""
         others = {"devices": []}
         if self._other is not None:
             others = {"devices": [self._device.index], "device_type": self._device.type}
@@ -84,18 +87,18 @@ class Generators:
 
 
 class Copies:
-    """Copies on a stream of their own, in their order. Neither side's memory is kept alive by one that is in flight."""
+    """Copies in order on a stream of their own. A copy in flight keeps neither side's memory alive."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._streams = device, DeviceStreams(device)
 
     def mark(self) -> Any:
-        """An event: all that the current stream has been given to compute so far."""
+        """Return an event for all work submitted to the current stream so far."""
         return self._streams.current().record_event()
 
     def to_device(self, host: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
-        """Fill `target` when `after` has been reached; what the current stream computes from here on has it. The event
-        is reached when `host` may be changed."""
+        """Fill `target` from `host` after the event `after`. Work submitted to the current stream later sees the
+        result. Return an event after which `host` may be changed."""
         self._streams.side.wait_event(after)
         with self._streams.on_side():
             target.copy_(host, non_blocking=True)
@@ -104,7 +107,7 @@ class Copies:
         return copied
 
     def to_host(self, source: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
-        """Fill `host` from what `source` holds when `after` has been reached; the event says when it is there."""
+        """Fill `host` from `source` after the event `after`. Return an event after which `host` is complete."""
         self._streams.side.wait_event(after)
         with self._streams.on_side():
             host.copy_(source, non_blocking=True)
@@ -112,7 +115,7 @@ class Copies:
 
 
 class DeviceWeights:
-    """Device memory for units: as many slots of a size as `weight_classes` has, used in turn. Not thread-safe."""
+    """Device memory for units: as many slots of each size as `weight_classes` says, used in turn. Not thread-safe."""
 
     def __init__(self, layout: Layout, copies: Copies) -> None:
         self._copies, self._dtype = copies, layout.weights
@@ -121,8 +124,8 @@ class DeviceWeights:
         self._in_use: dict[str, torch.Tensor] = {}
 
     def bring(self, key: str, host: torch.Tensor) -> Any:
-        """A copy of a unit's slot is in `tensor(key)` for what is computed from here on; the event is reached when the
-        host's may be changed."""
+        """Copy a unit's host slot into `tensor(key)`, for work that is submitted from here on. Return an event after
+        which the host slot may be changed."""
         numel = host.numel()
         if self._planned[numel] > 0 or not self._free[numel]:
             self._planned[numel] -= 1
@@ -136,23 +139,26 @@ class DeviceWeights:
         return self._in_use[key]
 
     def give_back(self, key: str) -> None:
-        """What has been given to the current stream still has it."""
+        """Free a unit's slot. Work submitted to the current stream before still sees its contents."""
         if (copy := self._in_use.pop(key, None)) is not None:
             self._free[copy.numel()].append((copy, self._copies.mark()))
 
 
 class GradientCopies:
-    """Gradients in host memory, of one piece at a time: `slot` is used for each in turn."""
+    """Copies of gradients in host memory, one piece at a time: all pieces use the same `slot`."""
 
     def __init__(self, slot: torch.Tensor, copies: Copies) -> None:
         self._slot, self._copies = slot, copies
 
     def mark(self) -> Any:
-        """Before they are handed to another thread."""
+        """Return an event for the gradients computed so far, before they are handed to another thread."""
         return self._copies.mark()
 
     def on_host(self, gradients: dict[Any, torch.Tensor], after: Any) -> dict[Any, torch.Tensor]:
-        """Of a piece, flat: views of the slot until the next call. What is on the host already stays where it is."""
+        """Return a piece's flat gradients on the host: views of the slot, valid until the next call.
+
+        Gradients that are on the host already are returned as they are. `after`: the event of `mark`.
+        """
         found, place, copied = {}, 0, None
         for key, gradient in gradients.items():
             found[key] = gradient
@@ -165,8 +171,8 @@ class GradientCopies:
         return found
 
     def in_turn(self, gradient: torch.Tensor, after: Any, multiple: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(begin, elements) of one that may be larger than the slot, each `multiple` times a number of them where so
-        many fit, but for the last."""
+        """Yield (begin, elements) of a flat gradient that may be larger than the slot. Each part but the last has a
+        multiple of `multiple` elements, if so many fit into the slot."""
         each = self._slot.numel() // multiple * multiple or self._slot.numel()
         for begin in range(0, gradient.numel(), each):
             yield begin, self.on_host({None: gradient[begin : begin + each]}, after)[None]

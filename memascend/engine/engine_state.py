@@ -1,4 +1,4 @@
-"""What an engine is made of, and what all of its layers share (see `runtime` for their order)."""
+"""The parts of an engine, and the state that all of its layers share (see `runtime` for their order)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ from memascend.swapping import Rates as SwapRates
 log = logging.getLogger("memascend")
 
 
-RELEASED = ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_auxiliary", "_hooks")  # by `close`
+# Attributes that `close` deletes.
+RELEASED = ("buffers", "updates", "weights", "_contents", "_stream", "_states", "_auxiliary", "_hooks")
 
 
 class EngineState(HookedRuntime):
@@ -95,7 +96,7 @@ class EngineState(HookedRuntime):
             )
 
     def _make_streams(self) -> None:
-        """Between the store, host buffers and the device: weights, states, gradients and the inputs of blocks."""
+        """Create the streams between store, host buffers and device: weights, states, gradients, block inputs."""
         store, layout, options, device = self.state_store, self.layout, self.options, self.units.device
         on_device, gradients, inputs = None, None, None
         if device.type != "cpu":  # each kind of copies on a stream of its own
@@ -109,7 +110,7 @@ class EngineState(HookedRuntime):
         for unit in layout.units:
             self._stream.register(unit.key, layout.unit_numel(unit))
             for piece in unit.pieces:
-                assert self._states is not None  # of a model of which anything trains
+                assert self._states is not None  # the model trains something
                 self._states.register(piece.key, layout.states_numel(piece))
         for tensor in self.buffers.streamed:
             store.register(tensor)
@@ -127,45 +128,46 @@ class EngineState(HookedRuntime):
             zero_missing=options.zero_missing,
             copies=gradients,
         )
-        scratch: Any = self._auxiliary.scratch  # a tier, whose keys are texts
+        scratch: Any = self._auxiliary.scratch  # a tier, whose keys are strings
         self._inputs = KeptInputs(self.buffers, scratch, WAIT_S, inputs)
 
     def _begin_counts(self) -> None:
-        """Of steps and of the passes of the current one."""
-        # Steps of each trained parameter by its name, as torch.optim counts them: none where it got no gradient.
+        """Initialise the counts of steps and of the current step's passes."""
+        # Steps by name of a trained parameter. As in torch.optim, a step in which it got no gradient does not count
+        # (unless `zero_missing` is set).
         self.steps = dict.fromkeys(self.layout.order, 0)
-        self._kept_steps = dict(self.steps)  # with the last completed step
-        # What the loss is multiplied by before backward, to be set before that: updates and norms divide by it.
+        self._kept_steps = dict(self.steps)  # as of the last completed step
+        # The loss scale, which is to be set before backward. Updates and norms divide by it.
         self.scale = 1.0
         self.at_work = PassInProgress()
         self._forwards = 0  # forward passes with a graph
-        self._visits: list[str] | None = None  # units of blocks in the order of this pass; None: it has not begun
+        self._visits: list[str] | None = None  # keys of blocks in the order of this pass; None: no pass has begun
         self._pattern: list[str] = []
         self._passes = 0  # backward passes of this step that have ended
         self._clip, self._speculates = self.options.clip, False  # of this step
         self.speculation = Speculation(self.layout, self.options, matrix_uses(self.units))
         self.gradients = StepGradients()
         self._frozen = {p: name for p, name in self.units.names.items() if name not in self.steps and p.numel()}
-        self._together: SideBySide | None = None  # micro-batches that are in progress side by side
-        self._in_turn = False  # the micro-batches of one call, one after the other
-        self._looking: IndependenceCheck | None = None  # at micro-batches one after the other
-        self._in_forward = False  # of the model as a whole
+        self._together: SideBySide | None = None  # micro-batches in progress side by side
+        self._in_turn = False  # micro-batches of one call run one after the other
+        self._looking: IndependenceCheck | None = None  # observes micro-batches that run one after the other
+        self._in_forward = False  # the model's own forward pass is in progress
 
     # -- what the layers above do --------------------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
-        """For a forward pass: weights are those of the last completed step."""
+        """Ensure before a forward pass that the weights are those of the last completed step, or raise."""
         raise NotImplementedError
 
     def require_completed_step(self) -> None:
-        """Weights and states are those of the last completed step."""
+        """Ensure that weights and states are those of the last completed step, or raise."""
         raise NotImplementedError
 
     # -- what is moved, and how fast -----------------------------------------------------------------------------------
 
     @property
     def transferred(self) -> tuple[int, int]:
-        """Bytes read and written since the engine was made: states, waiting gradients, activation checkpoints."""
+        """Bytes read and written since the engine was created: states, waiting gradients, and activations."""
         read, written = (a + b for a, b in zip(self.state_store.transferred, self._auxiliary.transferred, strict=True))
         if self._swapping is not None and self._swapping.cache is not None:
             moved = self._swapping.cache.tier.transferred
@@ -174,17 +176,17 @@ class EngineState(HookedRuntime):
 
     @property
     def groups(self) -> Sequence[dict[str, Any]]:
-        """Of the optimizer, as they are now."""
+        """The optimizer's parameter groups as they are now."""
         return self._groups.now()
 
     @property
     def limit(self) -> Limit | None:
-        """How fast the last step could have been, where that is measured."""
+        """The bound on the speed of the last step; None where it is not measured."""
         return self._profile.limit
 
     @property
     def decision(self) -> Decision | None:
-        """What is swapped of activations; None: it has not been asked for, or the first step is not done."""
+        """Which activations are swapped; None if swapping was not requested, or before the first step is done."""
         return self._swapping.decision if self._swapping is not None else None
 
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
@@ -194,7 +196,7 @@ class EngineState(HookedRuntime):
         return self._profile.now()
 
     def _computed_again(self, unit: Unit) -> float:
-        """The share of a block's products that backward computes a second time."""
+        """Return the share of a block's products that backward recomputes."""
         return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
 
     def computed_outside(self, seconds: float) -> None:
@@ -225,7 +227,7 @@ class EngineState(HookedRuntime):
         return self._hooks.left_by(stop)
 
     def _decide_on_swapping(self) -> None:
-        """Once, when the first step's profile is complete."""
+        """Decide once which activations to swap, when the first step's profile is complete."""
         swapping, rates, blocks_s = self._swapping, self._profile.rates, self._profile.blocks_s()
         if swapping is None or swapping.decision is not None or rates is None or not swapping.flops:
             return
@@ -253,12 +255,12 @@ class EngineState(HookedRuntime):
 
     @property
     def _waits(self) -> bool:
-        """Whether this step's gradients wait on the tier until all have come."""
+        """Whether this step's gradients wait on the tier until all have arrived."""
         return self.options.waits and not self._speculates
 
     @property
     def _side_by_side(self) -> int:
-        """Backward passes that are in progress together."""
+        """The number of backward passes that are in progress together."""
         return 1 if self._together is None else self._together.count
 
     @property
@@ -274,7 +276,7 @@ class EngineState(HookedRuntime):
             )
 
     def require_open(self) -> None:
-        """RuntimeError after `close`."""
+        """Raise RuntimeError after `close`."""
         if self._closed:
             folder = self.state_store.folder
             raise RuntimeError(
@@ -293,7 +295,7 @@ class EngineState(HookedRuntime):
             self._states.flush()
 
     def _close_streams(self) -> None:
-        """Every slot is free, and nothing is in flight; all of them can be used again. Raises the first failure."""
+        """Free every slot and wait for all transfers; the streams can be used again. Raises the first failure."""
         failures = []
         for stream in (self._stream, self._states, self._auxiliary.gradients):
             try:
@@ -308,5 +310,5 @@ class EngineState(HookedRuntime):
         return AdamSettings.of(self._groups.of(name), self.steps[name] + 1, self.gradients.factors.get(name, 1.0))
 
     def gradient_stream(self) -> WeightStream:
-        """Of gradients that wait on the tier; made by whichever thread asks first."""
+        """Return the stream of gradients that wait on the tier. The first thread that needs it creates it."""
         return self._auxiliary.gradient_stream()

@@ -1,4 +1,4 @@
-"""Errors of the streaming engine. Each is one line that names the fix."""
+"""Errors of the streaming engine. Each message is one line that names the fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class NotStreamable(ValueError):
-    """What the engine cannot train, with the fix."""
+    """The engine cannot train this model or loop; the message names the fix."""
 
 
 class NotThisModel(ValueError):
@@ -14,7 +14,7 @@ class NotThisModel(ValueError):
 
 
 class InterruptedUpdate(ValueError):
-    """A step was cut off while it replaced the only version of its states."""
+    """A step was interrupted while it replaced the only version of its states."""
 
     @classmethod
     def of(cls, folder: Path) -> InterruptedUpdate:
@@ -25,4 +25,4 @@ class InterruptedUpdate(ValueError):
 
 
 class CommittedAfterAll(InterruptedUpdate):
-    """A step that could not be completed was."""
+    """The drive failed while a step was being completed, but the step was saved."""

@@ -1,4 +1,4 @@
-"""Which modules of a model are streamed one at a time, where the user names none."""
+"""Selection of the modules of a model that are streamed one at a time, where the user names none."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from memascend.engine.errors import NotStreamable
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of all lists of layers (ModuleList or Sequential) of the model, in its order. Raises NotStreamable.
+    """Return the layers of all lists of layers (ModuleList or Sequential) in the model, in the model's order.
 
-    The outermost lists count: those inside of a layer, such as its experts, are parts of it. But a list of different
-    models that are lists of layers themselves (towers, the stages of a UNet) is looked into. Small lists of single
-    modules next to the largest one, and lists that share parameters with anything outside of them, stay whole. Lists of
-    one layer count where there is no other.
+    Only the outermost lists count: lists inside of a layer, such as its experts, are parts of the layer. But a list of
+    different models that are lists of layers themselves (towers, the stages of a UNet) is searched. Lists of single
+    modules that are small next to the largest list yield no blocks, nor do lists that share parameters with anything
+    outside of them. Lists of one layer count only where there is no other. Raises NotStreamable if there is no list.
     """
     lists = _lists_of_layers(model, 2) or _lists_of_layers(model, 1)
     largest = max(lists, key=_numel, default=[])
@@ -36,8 +36,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def largest_list(model: nn.Module) -> list[nn.Module]:
-    """The layers of the one list whose children hold most parameters: all that an earlier version of this library found
-    by itself."""
+    """Return the layers of the one list whose children have the most parameters. Earlier versions of this library
+    found no other blocks by themselves."""
     best: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -56,7 +56,7 @@ def _lists_of_layers(module: nn.Module, least: int) -> list[list[nn.Module]]:
 
 
 def _layers_of(module: nn.Module) -> list[nn.Module]:
-    """A list's children with parameters: of a Sequential those of one type, which hold most of it."""
+    """Return a list's children with parameters; of a Sequential, those of the type with the most parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = [child for child in module if next(child.parameters(), None) is not None]
@@ -70,7 +70,7 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _are_lists_themselves(layers: Sequence[nn.Module]) -> bool:
-    """Whether only their parts are called; or they are of different types, each for the most part lists of layers."""
+    """Return whether only their parts are called, or their types differ and each mostly consists of lists of layers."""
     if not all(map(is_called, layers)):
         return True
     if len({type(layer) for layer in layers}) == 1:
@@ -80,17 +80,17 @@ def _are_lists_themselves(layers: Sequence[nn.Module]) -> bool:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether it has a forward pass: a ModuleList or a ParameterList has none."""
+    """Return whether the module has a forward pass; a ModuleList or a ParameterList has none."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _has_parts(layers: Iterable[nn.Module]) -> bool:
-    """Whether any of them is more than one module with parameters of its own."""
+    """Return whether any of the layers has a child with parameters."""
     return any(next(child.parameters(), None) is not None for layer in layers for child in layer.children())
 
 
 def _is_apart(layers: Sequence[nn.Module], users: Mapping[nn.Parameter, int]) -> bool:
-    """Whether each parameter of the layers is used by one module of the model."""
+    """Return whether each parameter of the layers is used by only one module of the model."""
     return all(users[parameter] == 1 for layer in layers for parameter in layer.parameters())
 
 

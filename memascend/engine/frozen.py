@@ -1,7 +1,7 @@
-"""Frozen weights of a unit that also trains some, such as adapters: on the tier in a tensor of their own, written once.
+"""Frozen weights of units that also train some, such as adapters: a tensor of their own on the tier, written once.
 
-In memory a unit is one buffer, its trained elements first. A step writes these alone: with LoRA, kilobytes in place of
-the whole block.
+In memory a unit is one buffer with its trained elements first. A step writes only these: with LoRA, kilobytes instead
+of the whole block.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memascend.storage.completion import Completion, Promise, all_of
 
 
 class FrozenApart:
-    """Storage of units' weights in a store. Thread-safe, as that is."""
+    """Storage for the weights of units in a store, with frozen ones separate. Thread-safe, like the store."""
 
     def __init__(self, store: StateStore, layout: Layout) -> None:
         self._store = store
-        self._trained = {  # elements of each unit that has frozen ones behind them
+        self._trained = {  # elements of each unit in which frozen ones follow them
             unit.key: layout.step_numel(unit)
             for unit in layout.units
             if layout.step_numel(unit) < layout.unit_numel(unit)
@@ -36,7 +36,7 @@ class FrozenApart:
         )
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
-        """Frozen elements with the first write alone: nothing changes them."""
+        """Write a unit's weights. Only the first write includes the frozen elements, since nothing changes them."""
         if key not in self._trained:
             return self._store.write(key, tensor, priority=priority)
         numel, frozen = self._trained[key], frozen_key(key)
@@ -56,7 +56,7 @@ def _both(first: Callable[[], Completion], second: Callable[[], Completion]) -> 
     begun = first()
     try:
         return all_of([begun, second()])
-    except Exception as error:  # the buffer belongs to the first one until that has ended
+    except Exception as error:  # the buffer belongs to the first transfer until that has ended
         refused = Promise("the frozen part of a unit")
         refused.set_error(error)
         return all_of([begun, refused])

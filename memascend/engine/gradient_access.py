@@ -1,4 +1,4 @@
-"""Gradients of the current step, for whoever reads `parameter.grad` (`gradient_views`)."""
+"""Gradients of the current step, for code that reads `parameter.grad` (`gradient_views`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memascend.storage.interrupts import whole
 
 
 class GradientAccess(StepRuntime):
-    """What a loop may ask of gradients that wait on the tier: whether they do, their norms, a factor, to forget them.
+    """Access of a training loop to gradients that wait on the tier: whether they do, their norms, scaling, discarding.
 
-    Gradients that were used as they came exist nowhere any more, so there is nothing to answer with: these are refused.
+    Gradients that were used as they arrived no longer exist, so that access to them is refused.
     """
 
     def gradient_waits(self, name: str) -> bool:
@@ -57,7 +57,7 @@ class GradientAccess(StepRuntime):
 
     @whole
     def scale_gradient(self, name: str, factor: float) -> None:
-        self.gradient_waits(name)  # or it raises
+        self.gradient_waits(name)  # raises where access is refused
         self._clip = 0.0  # the loop clips by itself in this step
         self.gradients.multiply(name, factor)
 
@@ -83,7 +83,7 @@ class GradientAccess(StepRuntime):
 
     @whole
     def forget_gradients(self, *, set_to_none: bool = True) -> None:
-        """As `zero_grad` of all parameters."""
+        """Discard all gradients, as `zero_grad` of all parameters does."""
         self._require_no_function("optimizer.zero_grad()")
         take_off_left_over()
         self.gradients.forget(self._arrived, set_to_none=set_to_none)

@@ -1,10 +1,11 @@
-"""`parameter.grad` of a streamed model: what torch gives, as far as there is something to give, or one line.
+"""`parameter.grad` of a streamed model: as in torch where a gradient exists, else an error of one line.
 
-The gradients of a streamed model leave memory as they come. torch's attribute would be None, and whatever looks for
-gradients (clipping, logging, a loss scaler) would skip the parameter without a word. So the attribute is replaced, not
-the functions that read it, which may have been imported under any name before the model was streamed:
+The gradients of a streamed model leave memory as they arrive. torch's attribute would be None, and code that looks for
+gradients (clipping, logging, a loss scaler) would silently skip the parameter. This module therefore replaces the
+attribute. It does not replace the functions that read it, since they may have been imported under any name before the
+model was streamed:
 
-- gradients that are used as they come: reading the attribute raises, and names the option that lets them wait;
+- gradients that are used as they arrive: reading the attribute raises an error that names the option to let them wait;
 - gradients that wait on the tier: a `WaitingGradient`, whose 2-norm is known and which can be multiplied by a number.
   That is what torch.nn.utils.clip_grad_norm_, get_total_norm and clip_grads_with_norm_ need, on all parameters or some.
 """
@@ -24,42 +25,42 @@ from torch import nn
 from memascend.engine.errors import NotStreamable
 from memascend.engine.placeholder_parameters import placeholders_allowed
 
-_SOURCE = "_memascend_gradient"  # of a parameter: where its gradient is
+_SOURCE = "_memascend_gradient"  # attribute of a parameter: the engine, and its name there
 _STOCK = torch.Tensor.grad
 
 
 class GradientSource(Protocol):
-    """The engine, as its parameters' gradients ask for it. RuntimeError for each that the moment does not allow."""
+    """The engine as its parameters' gradients call it. Methods raise RuntimeError when they cannot be called now."""
 
     def gradient_waits(self, name: str) -> bool:
-        """Whether a gradient of the current step is on the tier, whole; False: none came."""
+        """Return whether a complete gradient of the current step is on the tier; False if none has arrived."""
 
     def gradient_norm(self, name: str) -> float:
-        """2-norm of a gradient that waits, with what it was scaled by."""
+        """Return the 2-norm of a waiting gradient, including the factors that it was scaled by."""
 
     def scale_gradient(self, name: str, factor: float) -> None:
-        """Multiply a gradient that waits."""
+        """Multiply a waiting gradient by `factor`."""
 
     def forget_gradient(self, name: str) -> None:
-        """As setting `.grad` to None."""
+        """Discard a gradient, as setting `.grad` to None does."""
 
     def give_values(self, parameter: nn.Parameter) -> bool:
-        """To a parameter that the model's forward uses outside of its own module's; False: there cannot be any."""
+        """Give a parameter its values in a use outside of its own module's forward; return False if that cannot be."""
 
 
 def stored_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What autograd has put there."""
+    """Return the gradient that autograd has stored in the parameter."""
     return _STOCK.__get__(parameter)
 
 
 def forget_gradient(parameter: nn.Parameter) -> None:
-    """Let go of what autograd has put there."""
+    """Drop the gradient that autograd has stored in the parameter."""
     _STOCK.__set__(parameter, None)
 
 
 @contextlib.contextmanager
 def stored_gradients_alone() -> Iterator[None]:
-    """Around a function of torch's that passes by each parameter's `grad`, and does not ask for a streamed one's."""
+    """Return a context for functions of torch that visit each parameter's `grad`, without those on the tier."""
     token = placeholders_allowed.set(True)
     try:
         yield
@@ -68,10 +69,10 @@ def stored_gradients_alone() -> Iterator[None]:
 
 
 class WaitingGradient(torch.Tensor):
-    """A gradient on the tier: shape, type and device of the parameter's, no values.
+    """A gradient on the tier, with the shape, dtype and device of the parameter but no values.
 
-    2-norms (fp32, with the loss scale out) and in-place products and quotients with a number; all else raises
-    NotStreamable.
+    It supports 2-norms (fp32, without the loss scale) and in-place multiplication and division by a number. Everything
+    else raises NotStreamable.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -136,7 +137,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 class _OfAStreamedModel:
-    """Mixed into the type of a parameter while its model is streamed."""
+    """Mixin for the class of a parameter while its model is streamed."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -166,7 +167,7 @@ class _OfAStreamedModel:
         self.grad = None
 
     def _gets_values(self) -> bool:
-        """Of a parameter at rest (`placeholder_parameters`)."""
+        """Return whether the parameter, which is at rest, gets its values (`placeholder_parameters`)."""
         source, _ = getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
         return engine is not None and engine.give_values(self)
@@ -212,7 +213,7 @@ def _watched(kind: type) -> type:
 
 
 def watch_gradients(parameters: Mapping[nn.Parameter, str], source: GradientSource) -> Callable[[], None]:
-    """Let the parameters' `grad` ask `source` by their names; returns the undo."""
+    """Let the parameters' `grad` ask `source`, which is referenced weakly, by their names. Return the undo function."""
     proxy = weakref.ref(source)
     for parameter, name in parameters.items():
         if not isinstance(parameter, _OfAStreamedModel):
@@ -229,22 +230,22 @@ def watch_gradients(parameters: Mapping[nn.Parameter, str], source: GradientSour
 
 
 def source_of(parameter: torch.Tensor) -> GradientSource | None:
-    """The engine that streams the parameter now."""
+    """Return the engine that streams the parameter now, or None."""
     source, _ = getattr(parameter, _SOURCE, (None, ""))
     return source() if source is not None else None
 
 
 class StepGradients:
-    """What one engine's parameters may be asked for as their `grad`, and what a loop has multiplied them by."""
+    """State of the gradients behind one engine's `grad` attributes, and the factors that a loop applied to them."""
 
     def __init__(self) -> None:
-        self.factors: dict[str, float] = {}  # of the current step
-        self.whole: frozenset[str] = frozenset()  # names of those that came in the passes that have ended
-        self.spent: frozenset[str] = frozenset()  # used by the last step, and not forgotten by zero_grad
-        self.zeroed: frozenset[str] = frozenset()  # what zero_grad(set_to_none=False) has left zeros of
+        self.factors: dict[str, float] = {}  # by name, in the current step
+        self.whole: frozenset[str] = frozenset()  # names of those that arrived in the passes that have ended
+        self.spent: frozenset[str] = frozenset()  # names: used by the last step and not discarded by zero_grad
+        self.zeroed: frozenset[str] = frozenset()  # names: set to zero by zero_grad(set_to_none=False)
 
     def forget(self, arrived: Collection[str], *, set_to_none: bool, of: Collection[str] | None = None) -> None:
-        """As `zero_grad`; `arrived`: names of those of the current step. `of`: of these parameters alone."""
+        """Discard gradients as `zero_grad` does. `arrived`: names with one in this step. `of`: only these names."""
         had = self.spent | frozenset(arrived) | self.zeroed
         names = had if of is None else had & frozenset(of)
         self.spent -= names

@@ -1,4 +1,4 @@
-"""An optimizer's parameter groups, looked up at each use: torch puts new ones in their place (`load_state_dict`)."""
+"""An optimizer's parameter groups, looked up at each use, since `load_state_dict` of torch replaces them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Group = dict[str, Any]
-# As torch.optim's `param_groups`, or what returns those that hold now.
+# Like torch.optim's `param_groups`, or a function that returns the current ones.
 Groups = Sequence[Group] | Callable[[], Sequence[Group]]
 
 
 class GroupsNow:
-    """Which group a parameter is in now. No group is kept: only its number, as long as its `params` are the same."""
+    """Finds the group that a parameter is in now. Only its number is kept, as long as all `params` are the same."""
 
     def __init__(self, groups: Groups, names: Mapping[Any, str]) -> None:
         self.now: Callable[[], Sequence[Group]] = groups if callable(groups) else lambda: groups
@@ -22,7 +22,7 @@ class GroupsNow:
         return name in self._numbers(self.now())
 
     def of(self, name: str) -> Group:
-        """RuntimeError where the parameter has been taken out of its group."""
+        """Return the parameter's group. Raises RuntimeError if the parameter was taken out of its group."""
         groups = self.now()
         number = self._numbers(groups).get(name)
         if number is None:
