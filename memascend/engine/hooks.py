@@ -1,4 +1,4 @@
-"""Where a model calls the engine: hooks of its modules and parameters, put on once and taken off together."""
+"""Hooks of a model's modules and parameters that call the engine, registered once and removed together."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from memascend.storage.interrupts import whole
 
 
 class HookedRuntime(BlockRuntime):
-    """What the hooks ask of the engine, besides what blocks and matrices do."""
+    """The engine as the hooks call it, in addition to the calls of blocks and matrices."""
 
     def model_begins(self, *_: Any) -> None:
-        """Before the model's forward pass."""
+        """Called before the model's forward pass."""
 
     def model_ends(self, *_: Any) -> None:
-        """After it."""
+        """Called after the model's forward pass."""
 
     def comes_again(self, unit: Unit) -> bool:
-        """Whether backward visits of the unit are still to come: autograd adds up its gradients meanwhile."""
+        """Return whether backward visits of the unit are still to come; autograd sums its gradients until then."""
         return False
 
     def backward_begins(self) -> None:
-        """In the user's backward pass."""
+        """Called within the user's backward pass, before a gradient is used."""
 
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
-        """Of a parameter; all of its uses in this pass are in it."""
+        """Take over the gradient of a parameter, which includes all of its uses in this pass."""
 
 
 class ModelHooks:
-    """Of one engine on its model. Blocks are streamed, sliced matrices computed over; other modules have their weights
-    from before their forward pass to its end, resident ones until backward has ended."""
+    """The hooks of one engine on its model. Blocks are streamed, and sliced matrices are computed slice by slice. Other
+    modules have their weights from before their forward pass to its end, resident ones until backward has ended."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ModelHooks:
     ) -> None:
         self._weights, self._profile, self._units = weights, profile, units
         self._runtime = weakref.ref(runtime)
-        self._kept: dict[str, Unit] = {}  # resident units whose backward has not come
+        self._kept: dict[str, Unit] = {}  # resident units that wait for backward
         self._undo: list[Callable[[], None]] = []
         self.matrices: list[StreamedRows] = []
         for key, slices in units.matrices.items():
@@ -97,19 +97,19 @@ class ModelHooks:
         return self._runtime().at_work.model_passes
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove all hooks. Idempotent."""
         while self._undo:
             self._undo.pop()()
 
     def left_over_of(self, runtime: HookedRuntime, unit: Unit) -> None:
-        """Gradients of a unit that no hook has handed over."""
+        """Hand over the gradients of a unit that no hook has handed over."""
         for part, parameter in self._units.pairs(unit):
             if part.trained and stored_gradient(parameter) is not None:
                 _hand_over(runtime, part, parameter)
 
     def left_over(self, runtime: HookedRuntime) -> None:
-        """At the end of backward: gradients that no hook has handed over."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest have nobody to ask
+        """Hand over, at the end of backward, the gradients that no hook has handed over."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest are not to be asked
             for unit in self._units.layout.units:
                 self.left_over_of(runtime, unit)
         for rows in self.matrices:
@@ -117,23 +117,23 @@ class ModelHooks:
 
     @whole
     def give_back_kept(self) -> None:
-        """Units that stayed for a backward pass, which has come or will not."""
+        """Give back the units that were kept for a backward pass, which has ended or will not come."""
         while self._kept:
             self._weights.give_back(self._kept.popitem()[1], lend=True)
 
     def forget(self) -> None:
-        """The current step is given up."""
+        """Drop the stored gradients of a step that is given up."""
         for owned in self._units.parameters.values():
             for parameter in owned:
                 forget_gradient(parameter)
 
     def forget_kept(self) -> None:
-        """Somebody else gives them back."""
+        """Forget the units that were kept; the caller gives them back."""
         self._kept.clear()
 
     def end_cut_off(self) -> None:
-        """End the uses of a forward pass that KeyboardInterrupt has left, for which torch calls no hooks.
-        No pass is in progress."""
+        """End the uses of a forward pass that KeyboardInterrupt has ended, for which torch calls no hooks. No pass may
+        be in progress."""
         self.outside.end_cut_off()
         self._end_inside(0)
         for unit in self._units.layout.units:
@@ -150,7 +150,7 @@ class ModelHooks:
         @whole
         def fetch(*_: Any) -> None:
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-                runtime().backward_begins()  # not in the reentrant checkpoint's own one, which comes next
+                runtime().backward_begins()  # not within a reentrant checkpoint's nested one, which follows
             if unit.kind is Kind.LOOKED_UP and torch.is_grad_enabled():
                 runtime().reaches(unit)
             self._weights.take(unit)
@@ -162,7 +162,7 @@ class ModelHooks:
     def _releaser(self, unit: Unit) -> Callable[..., None]:
         @whole
         def release(*_: Any) -> None:
-            if self._inside and self._inside[-1] is unit:  # or its fetch has failed
+            if self._inside and self._inside[-1] is unit:  # else its fetch has failed
                 self._inside.pop()
                 self._profile.leaves(unit)
                 refusal = self._weights.refusal_of_change(unit)
@@ -173,14 +173,14 @@ class ModelHooks:
         return release
 
     def _release(self, unit: Unit) -> None:
-        """A forward pass has ended. Resident units stay for their backward pass, where there will be one."""
+        """Give a unit back after its forward pass. Resident units stay for backward, if there will be one."""
         if unit.kind is Kind.RESIDENT and torch.is_grad_enabled():
             self.keep(unit)
         else:
             self._weights.give_back(unit, lend=unit.kind is Kind.RESIDENT)
 
     def keep(self, unit: Unit) -> None:
-        """A use of the unit lasts until backward has ended."""
+        """Let a use of the unit last until backward has ended."""
         if unit.key in self._kept:
             self._weights.give_back(unit, lend=True)
         else:
@@ -188,7 +188,7 @@ class ModelHooks:
 
     @contextlib.contextmanager
     def left_by(self, stop: type[BaseException]) -> Iterator[None]:
-        """Around what may be cut off by `stop` in the middle of modules' forward passes: they end with it."""
+        """Return a context that `stop` may leave in the middle of modules' forward passes, whose uses end with it."""
         depth = len(self._inside)
         try:
             yield
@@ -205,7 +205,7 @@ def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Ca
             try:
                 runtime.backward_begins()
             except BaseException:
-                forget_gradient(parameter)  # of a pass that is refused: the next one would be added to it
+                forget_gradient(parameter)  # the pass is refused, and the next gradient would be added to it
                 raise
         if not runtime.comes_again(unit):
             _hand_over(runtime, part, parameter)

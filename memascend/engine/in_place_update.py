@@ -1,12 +1,12 @@
-"""One version of the states, where the disk has no space for two: a step that a kill cuts off can be done again.
+"""One version of the states, where the disk has no space for two: a step that is killed can still be completed.
 
 All gradients of a step are on the tier, with the settings that they are used with, before the first state is replaced.
-From then on the step will be completed, if need be by `StreamingEngine.resume`: unit by unit, each with its weights and
-states in one commit, from the gradients that are still there. It takes a version, the gradients, and space for units
-in flight; a step writes and reads the gradients once more.
+From then on the step will be completed, if necessary by `StreamingEngine.resume`: unit by unit, each with its weights
+and states in one commit, from the gradients that are still on the tier. This takes the space of one version, of the
+gradients, and of the units in flight; a step writes and reads the gradients once more.
 
-Without a redo, if the user says so, none of that is there: a step replaces the states in parts, in space for two units.
-A kill meanwhile leaves them incomplete, and training goes on from a checkpoint.
+Without a redo, which is the user's choice, none of that is stored: a step replaces the states in parts, in the space of
+two units. A kill in between leaves them incomplete, and training continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Versions:
-    """How many of the states are kept, the bytes that this takes, and why so many, in words."""
+    """The number of versions of the states that are kept, the bytes that this takes, and the reason in words."""
 
     count: int
     nbytes: int
@@ -48,9 +48,12 @@ def versions_for(
     auxiliary_bytes: int = 0,
     released: int = 0,
 ) -> Versions:
-    """Two where they fit, else one; what `options` ask for is that. No space is taken: `StateStore.create` does that.
-    `auxiliary_bytes`: of the other files next to two versions, such as that of gradients, which are in the store with
-    one version. `released`: bytes of the disk that are given back as the store is filled."""
+    """Return what `options` ask for; by default two versions where they fit, else one (two if not even one fits).
+
+    No space is taken: `StateStore.create` does that. `auxiliary_bytes`: bytes of the other files next to two versions,
+    such as that of gradients, which are in the store with one version. `released`: bytes of the disk that are given
+    back as the store is filled.
+    """
     asked = options.versions if options.redo else 1
     two, one = (bytes_of(layout, count, options.gradients, options.state_slots, redo=options.redo) for count in (2, 1))
     if asked is not None:
@@ -66,13 +69,13 @@ def versions_for(
 
 
 def bytes_of(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> int:
-    """Of the store's file."""
+    """Return the bytes of the store's file."""
     return store_space(layout, versions, gradients, slots, redo=redo).nbytes
 
 
 def store_space(layout: Layout, versions: int, gradients: torch.dtype, slots: int, *, redo: bool = True) -> StoreSpace:
-    """What the store's file has space for: the states, and with one version of them the gradients for a redo, and
-    fresh copies of what is in flight."""
+    """Return what the store's file has space for: the states and, with one version of them, the gradients for a redo
+    and new copies of what is in flight."""
     if versions == 2:
         return StoreSpace(layout.nbytes)
     weights, states = layout.weights.itemsize, layout.stored_states.itemsize
@@ -87,8 +90,8 @@ def store_space(layout: Layout, versions: int, gradients: torch.dtype, slots: in
 
 
 class GradientsInStore:
-    """A storage for the stream of gradients: what an update is redone from is stored with the states, parts of sums
-    on `scratch()`."""
+    """Storage for the stream of gradients. Those with one of `keys`, which a redo needs, are stored with the states;
+    partial sums are on `scratch()`."""
 
     def __init__(self, store: StateStore, scratch: Callable[[], Storage], keys: set[str]) -> None:
         self._store, self._scratch, self._keys = store, scratch, keys
@@ -106,9 +109,9 @@ class GradientsInStore:
 class Redo:
     """The update of one step, as it is stored with its gradients until all of it is done.
 
-    Why settings are stored and not looked up again: a loop may have changed them, or be gone. Why `done` names units: a
-    unit's weights and states change in one commit with it, so that a restart repeats no update that was made and leaves
-    out none. AdamW is not idempotent: applying it twice would be another result.
+    Settings are stored and not looked up again, since the loop may have changed them or no longer be running. `done`
+    names units: a unit's weights and states change in one commit with it, so that a restart neither repeats an update
+    nor leaves one out. AdamW is not idempotent: applying it twice would give another result.
     """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
@@ -116,8 +119,8 @@ class Redo:
 
     @classmethod
     def of(cls, updates: Updates, settings: Sequence[AdamSettings], facts: dict[str, Any], kind: list[Any]) -> Redo:
-        """`settings`: of each parameter, in the layout's order; `facts`: what `keep` is going to be given; `kind`:
-        how the gradients are to be read."""
+        """Return the record of an update that is about to begin. `settings`: of each parameter, in the layout's order;
+        `facts`: what `keep` will receive; `kind`: how the gradients are to be read."""
         different = list(dict.fromkeys(settings))
         return cls(
             {
@@ -155,5 +158,5 @@ class Redo:
         self.record["done"].append(unit.key)
 
     def keys(self, layout: Layout) -> list[str]:
-        """Of all gradients."""
+        """Return the keys of all gradients."""
         return [gradient_key(piece) for piece in layout.pieces]

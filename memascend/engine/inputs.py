@@ -1,9 +1,9 @@
 """Inputs of blocks between forward and backward: on a tier, through a few slots, so that depth costs no memory.
 
-Backward meets them in the reverse order (those of micro-batches side by side block by block, each in the order of the
-micro-batches); those that come next are on their way meanwhile. The slots are as
-large as the inputs that have come so far, and of one type. A larger one that comes while others are on the tier, as the
-first of a decoder may, waits in memory once; the next pass has slots for it.
+Backward needs them in reverse order (for micro-batches side by side block by block, each in the order of the
+micro-batches), and the next ones are read ahead. The slots are as large as the largest input so far, and of one dtype.
+A larger input that comes while others are on the tier, as the first one of a decoder may, waits in memory once; the
+next pass has slots for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memascend.storage.interrupts import whole
 
 
 class KeptInputs:
-    """Of one model. `tier()` makes the storage when it is first needed. Not thread-safe."""
+    """The block inputs of one model. `tier()` creates the storage when it is first needed. Not thread-safe."""
 
     def __init__(
         self, buffers: EngineBuffers, tier: Callable[[], Storage], wait_s: float, copies: Copies | None = None
@@ -35,17 +35,17 @@ class KeptInputs:
         self._coming: tuple[str, torch.Tensor, int, Any] | None = None  # key, input, version, event of its copy
         self._kept: list[weakref.ref[KeptInput]] = []
         self._next = 0
-        self._groups: list[list[int]] = []  # numbers of micro-batches side by side, by block
+        self._groups: list[list[int]] = []  # numbers of micro-batches' inputs, by block
         self._follows: dict[int, list[int]] = {}
-        self._largest: dict[torch.dtype, int] = {}  # elements
+        self._largest: dict[torch.dtype, int] = {}  # elements, by dtype
 
     def begin_group(self) -> None:
-        """Those that come now are of one block."""
+        """Begin a group: the inputs that follow are those of one block."""
         self._groups.append([])
 
     @whole
     def keep(self, tensor: torch.Tensor) -> KeptInput | None:
-        """A copy goes to the tier; None where it has to wait in memory."""
+        """Write a copy to the tier. Return None, and write nothing, if the input has to wait in memory."""
         if (stream := self._stream_for(tensor)) is None:
             return None
         number = self._next
@@ -55,7 +55,7 @@ class KeptInputs:
         if self._copies is None:
             slot.copy_(tensor)
             self._write(key)
-        else:  # the device goes on computing: it is written when the next one comes, or is asked for
+        else:  # the device goes on computing: the next `keep` or `read` writes the copy
             self._write_what_came()
             copied = self._copies.to_host(tensor.detach(), slot, self._copies.mark())
             self._coming = key, tensor, _version(tensor), copied
@@ -67,9 +67,9 @@ class KeptInputs:
         return kept
 
     def _are_held(self) -> bool:
-        """Whether a graph still holds any. No destructor counts them: Ctrl-C that falls into one is lost, and the count
-        would be wrong."""
-        while self._kept and self._kept[-1]() is None:  # backward lets go of the last ones first
+        """Return whether a graph still refers to any of them. They are not counted in a destructor, where Ctrl-C is
+        lost and would leave the count wrong."""
+        while self._kept and self._kept[-1]() is None:  # backward releases the last ones first
             self._kept.pop()
         return bool(self._kept)
 
@@ -81,7 +81,7 @@ class KeptInputs:
         if self._coming is not None:
             (key, tensor, version, copied), self._coming = self._coming, None
             copied.synchronize()
-            if _version(tensor) != version:  # while it was copied, perhaps
+            if _version(tensor) != version:  # possibly during the copy
                 raise NotStreamable(
                     "the input of a block was changed in place while it was copied to host memory: use the "
                     "out-of-place operation, or checkpoints='device'"
@@ -94,8 +94,8 @@ class KeptInputs:
         if self._are_held():  # in slots that cannot be replaced now
             fits = pool.dtype == tensor.dtype and pool.largest_numel >= tensor.numel()
             return self._stream if fits else None
-        self._next, self._follows = 0, {}  # the keys begin anew, too
-        self._groups = [group for group in self._groups[-1:] if not group]  # one that has just begun stays
+        self._next, self._follows = 0, {}  # the keys start again from zero, too
+        self._groups = [group for group in self._groups[-1:] if not group]  # a group that has just begun stays
         if self._stream is None or pool.dtype != tensor.dtype or pool.largest_numel < largest:
             self.give_back()
             pool = self._buffers.need_checkpoints(largest, tensor.dtype)
@@ -104,7 +104,7 @@ class KeptInputs:
 
     @whole
     def read(self, number: int, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-        """In memory of its own; the two that come next set out."""
+        """Return an input in memory of its own, and start reading the two that come next."""
         self._write_what_came()
         (slot,) = self._stream.fetch([_key(number)])
         values = slot[: shape.numel()].as_strided(shape, stride)
@@ -126,7 +126,7 @@ class KeptInputs:
         return self._follows.get(number, [])
 
     def give_back(self) -> None:
-        """All slots, whatever is in them. Raises the first failed write."""
+        """Free all slots, whatever is in them. Raises the first failed write."""
         if self._coming is not None:
             self._coming[3].synchronize()
             self._coming = None
@@ -134,13 +134,13 @@ class KeptInputs:
             self._stream.close()
 
     def drop(self) -> None:
-        """The end: the slots' memory goes. Idempotent."""
+        """Release the memory of the slots for good. Idempotent."""
         for name in ("_buffers", "_stream"):
             vars(self).pop(name, None)
 
 
 class KeptInput:
-    """One of them, with the strides that it had; its graph holds it."""
+    """One block input with its original strides. Its graph keeps this object alive."""
 
     def __init__(self, inputs: KeptInputs, number: int, tensor: torch.Tensor) -> None:
         self._inputs, self._number, self._shape, self._stride = inputs, number, tensor.shape, tensor.stride()
@@ -150,7 +150,7 @@ class KeptInput:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a run of memory, each once, in whatever order of dimensions."""
+    """Return whether the elements fill a contiguous range of memory, each once, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: (each[1], each[0])):
         if size > 1 and stride != expected:
@@ -160,7 +160,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it has been changed in place, as far as torch counts that."""
+    """Return how often the tensor was changed in place, as far as torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
 

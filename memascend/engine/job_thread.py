@@ -1,4 +1,4 @@
-"""One thread that works during backward, in order, and whose failure the training thread raises."""
+"""A thread that runs jobs in order during backward, and whose failure the training thread raises."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Job = Callable[[], None]
 
 
 class JobThread:
-    """Runs jobs one by one, in a thread that the first one starts. After a failure it runs none until `abandon`.
+    """Runs jobs one by one in a thread that the first job starts. After a failure it runs none until `abandon`.
 
-    All methods are the training thread's, but for `let_go`. `begin`: what the thread does first; it holds nothing of
-    the owner. `clean_up`: called where a job has failed, in the thread that it failed in. Between jobs the thread holds
-    neither this object nor its owner: where they are dropped without `close`, it ends.
+    All methods are for the training thread, except `let_go`. `begin`: what the thread runs first; it must not refer to
+    the owner. `clean_up`: called after a job has failed, in the thread in which it failed. Between jobs the thread
+    refers neither to this object nor to its owner, so that it ends when they are dropped without `close`.
     """
 
     def __init__(self, name: str, begin: Job, clean_up: Job, most_waiting_bytes: int) -> None:
@@ -32,7 +32,7 @@ class JobThread:
 
     @whole
     def submit(self, job: Job) -> None:
-        """Run it after those before it. Raises the first failure of these."""
+        """Queue a job after those submitted before. Raises the first failure of these."""
         self.raise_failure()
         if self._thread is None:
             work = self._shared.work
@@ -44,7 +44,7 @@ class JobThread:
 
     @whole
     def run(self, job: Job) -> None:
-        """Run it in the calling thread when all that was submitted is done. Raises the first failure."""
+        """Run a job in the calling thread once all submitted jobs are done. Raises the first failure."""
         self.drain()
         error = _tried(job, self._clean_up)
         self._shared.failure = self._shared.failure or error
@@ -52,7 +52,7 @@ class JobThread:
 
     @whole
     def drain(self) -> None:
-        """Until all that was submitted is done. Raises the first failure."""
+        """Wait until all submitted jobs are done. Raises the first failure."""
         self._await_all()
         self.raise_failure()
 
@@ -68,7 +68,7 @@ class JobThread:
 
     @whole
     def abandon(self) -> None:
-        """Run nothing of what is still queued, and forget failures. Nothing runs any more on return."""
+        """Discard the jobs that are still queued, and forget failures. No job is running on return."""
         shared = self._shared
         with shared.changed:
             shared.failure = shared.failure or RuntimeError("the step was given up")
@@ -89,7 +89,7 @@ class JobThread:
 
     @whole
     def hold_back(self, more_bytes: int) -> None:
-        """Count memory that jobs will use; wait first while there is more than may be. Raises the first failure."""
+        """Count memory that jobs will use, after waiting while the limit is exceeded. Raises the first failure."""
         shared = self._shared
         with shared.changed:
             while shared.waiting_bytes > self._most_waiting_bytes and shared.queued and shared.failure is None:
@@ -99,14 +99,14 @@ class JobThread:
 
     @whole
     def let_go(self, nbytes: int) -> None:
-        """Of what `hold_back` has counted. Any thread."""
+        """Subtract bytes that `hold_back` has counted. Any thread may call this."""
         with self._shared.changed:
             self._shared.waiting_bytes -= nbytes
             self._shared.changed.notify_all()
 
 
 class _Shared:
-    """What the thread and the object have in common."""
+    """The state that the thread and the `JobThread` share."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Job, Job] | None] = queue.SimpleQueue()

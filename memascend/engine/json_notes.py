@@ -1,4 +1,4 @@
-"""Notes of a user's loop as JSON: keys of dicts that are no texts, and tuples, come back as they were."""
+"""Notes of a user's loop as JSON, such that tuples and dict keys other than strings are restored as they were."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PAIRS, _TUPLE = "memascend: pairs", "memascend: tuple"
 
 
 def to_json(value: Any) -> Any:
-    """Return what `from_json` turns into an equal value again. JSON alone makes strings of a dict's keys, such as the
-    epochs of a scheduler, and lists of tuples."""
+    """Return what `from_json` turns into an equal value again. JSON alone turns the keys of a dict, such as the epochs
+    of a scheduler, into strings, and tuples into lists."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: to_json(each) for key, each in value.items()}

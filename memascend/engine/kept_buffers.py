@@ -1,7 +1,7 @@
-"""A model's persistent buffers (running averages, code books) with its states: kept with each step that changes them.
+"""A model's persistent buffers (running averages, codebooks), saved with its states by each step that changes them.
 
-Buffers stay in memory while a model is trained. Without this a run that goes on in another process would have those
-that the model was made with.
+Buffers stay in memory while a model is trained. Without this, a run that continues in another process would have those
+that the model was created with.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from memascend.engine.state_files import in_chunks
 from memascend.engine.state_store import StateStore
 
 log = logging.getLogger("memascend")
-_SPACE_TO_GROW = 64 << 10  # what torch.save adds, and counters that become tensors
+_SPACE_TO_GROW = 64 << 10  # bytes: for what torch.save adds, and counters that become tensors
 
 
 class KeptBuffers:
-    """Of one model in one store. Not thread-safe."""
+    """The persistent buffers of one model in one store. Not thread-safe."""
 
     def __init__(self, model: nn.Module, store: StateStore) -> None:
         self._model, self._store = model, store
         self._reserved = 0  # bytes of one version
-        self._digest: bytes | None = None  # of what the store has
+        self._digest: bytes | None = None  # of the buffers in the store
 
     def begin(self) -> None:
-        """In a new store: what they are now goes there with the first commit."""
+        """Write the current buffers to a new store, with its first commit."""
         self._reserved = buffer_space_bytes(self._model)
         self.write_changed()
 
     def restore(self) -> None:
-        """They become what they were with the last completed step."""
+        """Set the model's buffers to those of the last completed step."""
         raw = self._store.kept_buffers()
         here = {name: buffer for _, name, buffer in persistent_buffers(self._model)}
         if raw is None:
@@ -61,13 +61,13 @@ class KeptBuffers:
             if (values := kept.get(name)) is None:
                 continue
             if buffer.shape == values.shape and buffer.dtype == values.dtype:
-                buffer.data.copy_(values)  # `data`: also where a graph has saved it
+                buffer.data.copy_(values)  # `data`: allowed even if a graph has saved the buffer
             else:
                 owner._buffers[name.rpartition(".")[2]] = values.to(buffer.device)
         self._digest = _digest(self._model)
 
     def write_changed(self) -> None:
-        """To the store, with its next commit, where any has changed since the last one."""
+        """Write the buffers to the store, with its next commit, if any has changed since the last one."""
         if not self._reserved or (digest := _digest(self._model)) == self._digest:
             return
         out = io.BytesIO()
@@ -86,18 +86,18 @@ class KeptBuffers:
         self._digest = digest
 
     def forget_written(self) -> None:
-        """What was not committed is gone."""
+        """Forget what was written, since it was not committed."""
         self._digest = None
 
 
 def buffer_space_bytes(model: nn.Module) -> int:
-    """Of one version in a store; none where a model has no persistent buffer."""
+    """Return the bytes of one version in a store; 0 for a model without persistent buffers."""
     sizes = [buffer.nbytes for _, _, buffer in persistent_buffers(model)]
     return in_chunks(sum(sizes) + 1024 * len(sizes) + _SPACE_TO_GROW) if sizes else 0
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """(module, name in the model, buffer), each once."""
+    """Yield (module, name in the model, buffer) for each persistent buffer once."""
     seen = set()
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -109,7 +109,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch
 
 
 def _digest(model: nn.Module) -> bytes:
-    """By value: an operator may change running averages without a word to autograd."""
+    """Return a digest of the buffers' values. An operator may change running averages unnoticed by autograd."""
     found = hashlib.blake2b(digest_size=16)
     for _, name, buffer in persistent_buffers(model):
         values = buffer.detach().cpu().contiguous()

@@ -1,10 +1,10 @@
-"""How a model is divided on the tier: units that stream as a whole, pieces whose states are updated together.
+"""The division of a model on the tier: units that stream as a whole, and pieces whose states are updated together.
 
-A *unit* is what is in memory at once: a block, or a module outside of the blocks (embedding, head, last norm). Its
-weights are one tensor on the tier. A *piece* is a run of a unit's trained elements whose optimizer states are one
-tensor on the tier: small parameters are put together, large ones are cut. An embedding or a head that is larger than
-that is cut by rows into units of their own, *slices*, so that the vocabulary sets the size of no buffer. Sizes and
-names alone: a plan builds the same layout as a run.
+A *unit* is in memory as a whole: a block, or a module outside of the blocks (embedding, head, last norm). Its weights
+are one tensor on the tier. A *piece* is a run of a unit's trained elements whose optimizer states are one tensor on the
+tier: small parameters are combined, large ones are cut. An embedding or a head that is larger than a piece is cut by
+rows into units of their own, *slices*, so that no buffer's size depends on the vocabulary. A layout follows from sizes
+and names alone, so that a plan builds the same layout as a run.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ import torch
 
 from memascend.ops.adamw8 import BLOCK, scales_shape
 
-# Transfers are whole units of direct I/O, so that no end goes through a bounce buffer.
+# Transfers are multiples of the unit of direct I/O, so that no tail goes through a bounce buffer.
 UNIT_BYTES = 4096
-# Elements of a piece at most: 192 MiB of fp32 states with a master, which any SSD streams at its full rate.
+# The most elements of a piece: 192 MiB of fp32 states with a master, which any SSD streams at its full rate.
 PIECE_ELEMENTS = 1 << 24
-# A parameter begins where its memory would in torch: kernels choose by that, and another one has other last digits.
+# Parameters are aligned as in torch: kernels are chosen by alignment, and another kernel gives other last digits.
 ALIGNED_BYTES = 64
-# The step of the native sum of squares (unscale.cpp): cuts are multiples of it, so that norms keep their order of sums.
+# Step of the native sum of squares (unscale.cpp): cuts are multiples of it, so that norms keep their summation order.
 SUM_ELEMENTS = 1 << 16
 
 
 class Kind(Enum):
-    """When a unit's weights are in memory."""
+    """The kind of a unit, which says when its weights are in memory."""
 
     BLOCK = "block"  # in forward, and again in backward for the recomputation
     RESIDENT = "resident"  # from forward until its gradients have been used: head, norms
-    LOOKED_UP = "looked up"  # in forward alone: backward of an embedding needs none
+    LOOKED_UP = "looked up"  # in forward only: backward of an embedding needs no weights
     SLICE = "slice"  # while its rows are at work, in forward and again in backward
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter in its unit, or some of its rows. `first`: of its elements in the unit; `trained_first`: among all
-    trained elements of the model, in the model's order (-1: frozen); `offset`: elements of the parameter before it."""
+    """A parameter in its unit, or some of its rows. `first`: the number of its first element in the unit;
+    `trained_first`: the same among all trained elements of the model, in the model's order (-1: frozen); `offset`: the
+    number of the parameter's elements before it."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +55,7 @@ class Part:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Another one for each slice of a parameter."""
+        """Identifies the part: each slice of a parameter has a different key."""
         return self.name, self.offset
 
     @property
@@ -79,13 +80,13 @@ class Run:
         return self.end - self.begin
 
     def of(self, unit: torch.Tensor) -> torch.Tensor:
-        """These elements of the unit's weights."""
+        """Return these elements of the unit's weights, as a view."""
         return unit[self.part.first + self.begin : self.part.first + self.end]
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """`runs` follow one another in the states, and in the unit up to gaps; `first` is the first element in the unit."""
+    """Runs that are contiguous in the states, and in the unit except for gaps. `first`: first element in the unit."""
 
     key: str
     unit: str
@@ -99,8 +100,8 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Trained parts come first; each begins on `ALIGNED_BYTES`, so there may be gaps. `matrix`: of a slice, the key of
-    what it was cut from."""
+    """Parts that are in memory together, trained ones first. Each part begins at a multiple of `ALIGNED_BYTES`, so
+    there may be gaps. `matrix`: for a slice, the key of the module whose matrix it was cut from."""
 
     key: str
     kind: Kind
@@ -114,12 +115,12 @@ class Unit:
 
     @property
     def end(self) -> int:
-        """Elements from the first one to the last, gaps among them."""
+        """The number of elements from the first to the last one, including gaps."""
         return max((part.first + part.numel for part in self.parts), default=0)
 
     @property
     def trained_end(self) -> int:
-        """The same of those that train."""
+        """The number of elements from the first to the last trained one, including gaps."""
         return max((part.first + part.numel for part in self.parts if part.trained), default=0)
 
     @property
@@ -133,7 +134,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameters:
-    """What a unit consists of: (name, shape, trained) in the model's order. `rows_of`: a matrix that may be cut."""
+    """A unit's parameters: (name, shape, trained) in the model's order. `rows_of`: name of a matrix that may be cut."""
 
     key: str
     kind: Kind
@@ -143,20 +144,20 @@ class UnitParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of one model. `weights` is the parameters' dtype, `states` that of moments and master weights.
+    """The layout of one model. `weights`: the dtype of parameters; `states`: that of moments and master weights.
 
-    Where the two are the same the weights are their own masters, and a piece's states are two moments; else the master
-    is in front of them (LoHan, Table II: P16, P32 + OS32). States of torch.int8 stand for those of
-    `memascend.ops.adamw8`: the weights are the only master, and a piece's states are bytes, codes of both moments and
-    then the scales of each run's blocks (arXiv 2110.02861). Blocks are the parameter's own, whatever it is cut into:
-    cuts are multiples of `SUM_ELEMENTS`.
+    If the two are the same, the weights are their own masters, and a piece's states are two moments; else the master
+    precedes them (LoHan, Table II: P16, P32 + OS32). torch.int8 stands for the states of `memascend.ops.adamw8`: the
+    weights are the only master, and a piece's states are bytes, codes of both moments followed by the scales of each
+    run's blocks (arXiv 2110.02861). Blocks are those of the whole parameter, whatever it is cut into: cuts are
+    multiples of `SUM_ELEMENTS`.
     """
 
     units: tuple[Unit, ...]
     weights: torch.dtype
     states: torch.dtype
     order: tuple[str, ...] = field(default=())  # trained parameters in the model's order
-    splits: bool = True  # False: as stores of earlier versions are, where a unit's weights are always one tensor
+    splits: bool = True  # False: as in stores of earlier versions, where a unit's weights are always one tensor
 
     @property
     def own_masters(self) -> bool:
@@ -164,18 +165,18 @@ class Layout:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """As they follow one another in a piece."""
+        """The names of the states, in their order within a piece."""
         if self.states == torch.int8:
             return "exp_avg", "exp_avg_sq", "scales"
         return ("exp_avg", "exp_avg_sq") if self.own_masters else ("master", "exp_avg", "exp_avg_sq")
 
     @property
     def stored_states(self) -> torch.dtype:
-        """Of a piece's states on the tier and in memory."""
+        """The dtype of a piece's states on the tier and in memory."""
         return torch.uint8 if self.states == torch.int8 else self.states
 
     def dtype_of(self, state: str) -> torch.dtype:
-        """Of a state, or of "master" where the weights are that."""
+        """Return the dtype of a state, or of "master" where the weights are their own masters."""
         return self.weights if state == "master" and self.own_masters else self.stored_states
 
     @property
@@ -183,20 +184,21 @@ class Layout:
         return [piece for unit in self.units for piece in unit.pieces]
 
     def unit_numel(self, unit: Unit) -> int:
-        """Elements of the unit's weights on the tier."""
+        """Return the number of elements of the unit's weights on the tier."""
         return padded(unit.end, self.weights)
 
     def step_numel(self, unit: Unit) -> int:
-        """Elements of the unit's weights that a step writes: the trained ones, in whole units of direct I/O. What
-        follows them is frozen, and is a tensor of its own on the tier. A unit that is frozen as a whole is one."""
+        """Return the number of elements of the unit's weights that a step writes: the trained ones, in whole units of
+        direct I/O. The frozen ones that follow are a tensor of their own on the tier. A unit that is frozen as a whole
+        is one tensor."""
         return padded(unit.trained_end, self.weights) if unit.trained and self.splits else self.unit_numel(unit)
 
     def states_numel(self, piece: Piece) -> int:
-        """Elements of all states of a piece, which follow one another, in whole units of direct I/O."""
+        """Return the number of elements of a piece's states, which are contiguous, in whole units of direct I/O."""
         return padded(sum(self._state_span(piece, state) for state in self.state_names), self.stored_states)
 
     def state_places(self, piece: Piece) -> Iterator[tuple[Run, dict[str, slice]]]:
-        """Each run, and where in the piece's states its own are."""
+        """Yield each run, and where its states are in those of the piece."""
         place, begins = 0, {}
         for state in self.state_names:
             begins[state] = place
@@ -207,8 +209,8 @@ class Layout:
             begins = {state: begin + numels[state] for state, begin in begins.items()}
 
     def _state_span(self, piece: Piece, state: str) -> int:
-        """Elements from the beginning of a piece's state to that of the next one: codes and scales go out as one, and
-        begin on `ALIGNED_BYTES`."""
+        """Return the number of elements from the beginning of a piece's state to that of the next one. Codes and scales
+        are written as one tensor, and each begins at a multiple of `ALIGNED_BYTES`."""
         numel = sum(numel_of_state(state, run.numel) for run in piece.runs)
         if self.states == torch.int8:
             return -(-numel // ALIGNED_BYTES) * ALIGNED_BYTES
@@ -216,7 +218,7 @@ class Layout:
 
     @property
     def nbytes(self) -> list[int]:
-        """Bytes of each tensor on the tier, one version."""
+        """The bytes of each tensor on the tier, for one version."""
         trained = [self.step_numel(unit) for unit in self.units]
         frozen = [self.unit_numel(unit) - numel for unit, numel in zip(self.units, trained, strict=True)]
         weights = [numel * self.weights.itemsize for numel in trained + frozen if numel]
@@ -224,13 +226,13 @@ class Layout:
 
     @property
     def earlier_piece_elements(self) -> int:
-        """What `make_layout` took by default when a small model's largest block still went by two pieces."""
+        """The former default `piece_elements` of `make_layout`, which cut a small model's largest block in two."""
         blocks = [unit.numel for unit in self.units if unit.kind is Kind.BLOCK]
         return min(PIECE_ELEMENTS, max(blocks, default=PIECE_ELEMENTS))
 
     @property
     def digest(self) -> str:
-        """The same for two layouts that can read each other's tier."""
+        """A hash that is equal for two layouts that can read each other's tier."""
         what: list[Any] = [str(self.weights), str(self.states)]
         if any(self.step_numel(unit) < self.unit_numel(unit) for unit in self.units):
             what.append("frozen elements apart")
@@ -243,12 +245,12 @@ class Layout:
 
 
 def numel_of_state(state: str, numel: int) -> int:
-    """Elements of a state of `numel` elements of a parameter, which begin a block."""
+    """Return the number of elements of a state for `numel` elements of a parameter that start at a block."""
     return math.prod(scales_shape(numel)) if state == "scales" else numel
 
 
 def padded(numel: int, dtype: torch.dtype) -> int:
-    """`numel` rounded up to whole units of direct I/O."""
+    """Return `numel` rounded up to whole units of direct I/O."""
     step = UNIT_BYTES // dtype.itemsize
     return -(-numel // step) * step
 
@@ -262,15 +264,18 @@ def make_layout(
     piece_elements: int | None = None,
     aligned: bool = True,
 ) -> Layout:
-    """`order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: of a piece at most,
-    in whole steps of sums (default: the largest block as one piece, but no more than `PIECE_ELEMENTS`).
-    `aligned`: False as stores of earlier versions are, where parts follow one another without gaps. Raises ValueError
-    where two units or pieces would have one key."""
+    """Return the layout of a model with these units.
+
+    `order`: (name, elements) of all trained parameters in the model's order. `piece_elements`: the most elements of a
+    piece, rounded down to steps of the sum of squares (default: the largest block as one piece, but no more than
+    `PIECE_ELEMENTS`). `aligned`: False as in stores of earlier versions, where parts follow one another without gaps.
+    Raises ValueError if two units or pieces would have the same key.
+    """
     units = list(units)
     first, place = {}, 0
     for name, numel in order:
         first[name] = place
-        # With 8-bit moments each parameter begins a block, as `AdamW8bit` numbers elements: they key the rounding.
+        # With 8-bit moments each parameter begins at a block, as in `AdamW8bit`: element numbers key the rounding.
         place += scales_shape(numel)[0] * BLOCK if states == torch.int8 else numel
     if piece_elements is None:
         blocks = [sum(torch.Size(shape).numel() for _, shape, _ in u.parameters) for u in units if u.kind is Kind.BLOCK]
@@ -283,7 +288,7 @@ def make_layout(
 
 
 def _require_different_keys(units: Iterable[Unit]) -> None:
-    """Two tensors of one key would overwrite each other on the tier."""
+    """Raise ValueError if two tensors have the same key: they would overwrite each other on the tier."""
     counts = Counter(key for unit in units for key in (unit.key, *(piece.key for piece in unit.pieces)))
     if twice := [key for key, count in counts.items() if count > 1]:
         raise ValueError(
@@ -292,14 +297,14 @@ def _require_different_keys(units: Iterable[Unit]) -> None:
 
 
 def rows_of_a_slice(width: int, limit: int) -> int:
-    """As many rows as `limit` elements hold; slices begin where the sums of squares do, so that norms keep their
-    order."""
+    """Return how many rows fit into `limit` elements. Slices begin at steps of the sum of squares, so that norms keep
+    their summation order; a slice has at least the rows of one such step."""
     step = SUM_ELEMENTS // math.gcd(width, SUM_ELEMENTS)
     return max(1, limit // (step * width)) * step
 
 
 def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int, step: int) -> Iterator[Unit]:
-    """A unit for each slice of its matrix, if that is larger than one, and one for what else is in it."""
+    """Yield a unit for each slice of the matrix, if it is larger than one slice, and one for the other parameters."""
     matrix = next((each for each in unit.parameters if each[0] == unit.rows_of), None)
     if matrix is None or matrix[1][0] <= (rows := rows_of_a_slice(matrix[1][1], limit)):
         yield _unit(unit, first, limit, step)
@@ -333,7 +338,7 @@ def _pieces(key: str, trained: Sequence[Part], limit: int) -> tuple[Piece, ...]:
 
 
 def _cut(parts: Sequence[Part], limit: int) -> list[list[Run]]:
-    """Whole parameters together while they fit; larger ones cut at multiples of `limit`."""
+    """Combine whole parameters while they fit, and cut larger ones at multiples of `limit`."""
     pieces: list[list[Run]] = []
     filled = limit
     for part in parts:

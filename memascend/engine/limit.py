@@ -1,9 +1,9 @@
-"""How fast a step could be on this machine: for each phase the slowest of what it cannot do without.
+"""The bound on the speed of a step on this machine: for each phase, the slowest resource that it cannot do without.
 
-Compute is the blocks' own time, profiled in memory before anything else runs; I/O is the bytes that a phase moved over
+Compute is the modules' own time, measured while their weights are in memory; I/O is the bytes that a phase moved over
 the path's rate; AdamW is the elements over the kernel's rate. All of it is measured in the run that it judges. Phases
-follow one another, and in each of them everything else could overlap: a step is never faster than the sum of the
-phases' slowest.
+follow one another, and within a phase everything else could overlap: a step is never faster than the sum over the
+phases of their slowest resource.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from memascend.ops.adamw import adamw_
 from memascend.ops.adamw8 import adamw8_, scales_shape
 
-_ADAMW_ELEMENTS = 1 << 22  # more would be memory that a plan does not know
-_PASSES, _PASSES_S = 20, 0.5  # so many, or fewer where they take longer than so many seconds
+_ADAMW_ELEMENTS = 1 << 22  # more would take memory that no plan accounts for
+_PASSES, _PASSES_S = 20, 0.5  # at most so many passes, and fewer once they exceed so many seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of the path and the kernel: bytes and elements per second."""
+    """Rates of the path and of the AdamW kernel, in bytes and elements per second."""
 
     read: float
     write: float
     adamw: float
 
     def at_least(self, *, read: float | None = None, write: float | None = None, adamw: float | None = None) -> Rates:
-        """Where a step was faster than the measurement, on a machine that others use too, that is the rate."""
+        """Return rates that are raised where a step was faster than the measurement, as happens on a shared machine."""
         return Rates(
             read=max(self.read, read or 0.0),
             write=max(self.write, write or 0.0),
@@ -41,7 +41,7 @@ class Rates:
 
 @dataclass(kw_only=True)
 class Phase:
-    """Seconds that it took and that its compute takes alone; bytes that it moved; elements that it updated."""
+    """A phase: seconds that it took, seconds that its compute takes alone, bytes moved and elements updated."""
 
     name: str
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Phase:
     updated: int = 0
 
     def needs(self, rates: Rates) -> dict[str, float]:
-        """Seconds by what they are spent on. Reads and writes share a path."""
+        """Return the seconds that each resource needs, by name. Reads and writes share a path."""
         return {"compute": self.compute_s, "AdamW": self.updated / rates.adamw, "SSD": self.ssd_s(rates)}
 
     def ssd_s(self, rates: Rates) -> float:
@@ -60,7 +60,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """Of one step. `share` is 1 at the bound."""
+    """The bound of one step. `share` is 1 at the bound."""
 
     seconds: float
     bound_s: float
@@ -75,7 +75,7 @@ class Limit:
 
 
 def limit_of(phases: list[Phase], rates: Rates) -> Limit:
-    """The bound of a step of these phases; its bottleneck is what takes most of it."""
+    """Return the bound of a step with these phases. The bottleneck is the resource that takes most of the bound."""
     bound, shares = 0.0, dict.fromkeys(("compute", "AdamW", "SSD read", "SSD write"), 0.0)
     for phase in phases:
         needs = phase.needs(rates)
@@ -90,7 +90,7 @@ def limit_of(phases: list[Phase], rates: Rates) -> Limit:
 
 @dataclass
 class StepClock:
-    """Phases of the current step. `moved()`: bytes read and written so far."""
+    """Measures the phases of the current step. `moved()`: bytes read and written so far."""
 
     moved: Callable[[], tuple[int, int]]
     phases: list[Phase] = field(default_factory=list)
@@ -100,7 +100,7 @@ class StepClock:
         self._since = (time.perf_counter(), *self.moved())
 
     def end(self, name: str, *, compute_s: float, updated: int = 0) -> None:
-        """What has passed since the last call belongs to the phase `name`."""
+        """Add the time and bytes since the last call to the phase `name`."""
         if self._since is None:
             return
         before, read, written = self._since
@@ -122,7 +122,7 @@ class StepClock:
 
 
 def adamw_rate(numel: int, states: torch.dtype) -> float:
-    """Elements per second of the kernel with the threads that it has, the best of a few passes."""
+    """Return the rate of the kernel with its current threads, in elements per second: the best of a few passes."""
     numel = min(numel, _ADAMW_ELEMENTS)
     update = _update_of(numel, states)
     best = float("inf")
@@ -137,7 +137,7 @@ def adamw_rate(numel: int, states: torch.dtype) -> float:
 
 
 def _update_of(numel: int, states: torch.dtype) -> Callable[..., None]:
-    """A step over zeros."""
+    """Return a function that makes a step over zeros."""
     if states == torch.int8:
         weights, gradient = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
         codes = (torch.zeros(shape, dtype=torch.uint8) for shape in (numel, numel, scales_shape(numel)))

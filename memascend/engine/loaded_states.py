@@ -1,7 +1,7 @@
-"""States that come from elsewhere, as a layout keeps them: checked before anything changes, and put into codes.
+"""Conversion of loaded states to the form of a layout: they are checked before anything changes, and encoded.
 
-8-bit moments (`Layout.states` torch.int8) are codes and scales, as `memascend.ops.adamw8.AdamW8bit` has them, or
-numbers, as torch.optim has them: of these codes are made, rounded to nearest, a few at a time.
+8-bit moments (`Layout.states` torch.int8) come as codes and scales, as in `memascend.ops.adamw8.AdamW8bit`, or as
+numbers, as in torch.optim: these are encoded, rounded to nearest, a few at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from memascend.engine.layout import Layout, numel_of_state
 from memascend.ops.adamw8 import encode_moments, scales_shape
 
 _LARGEST = torch.finfo(torch.float32).max
-_ELEMENTS = 1 << 18  # at a time, whole blocks: making codes takes some 50 bytes per element
+_ELEMENTS = 1 << 18  # at a time, in whole blocks: encoding takes some 50 bytes per element
 
 
 def checked(layout: Layout, name: str, shape: torch.Size, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The states of one parameter of this shape. Raises ValueError for one that there is not here, or of another shape
-    or kind than it is here."""
+    """Return the states of one parameter of this shape. Raises ValueError if one is missing, has another shape, or is
+    of another kind than in the layout."""
     moments = ("exp_avg", "exp_avg_sq")
     codes = any(isinstance(found := saved.get(key), torch.Tensor) and found.dtype == torch.uint8 for key in moments)
     if codes and layout.states != torch.int8:
@@ -47,13 +47,13 @@ def checked(layout: Layout, name: str, shape: torch.Size, saved: Mapping[str, An
 
 
 def _require_encodable(name: str, states: Mapping[str, torch.Tensor]) -> None:
-    """ValueError for numbers that no code stands for: infinite, NaN, or a variance below zero."""
+    """Raise ValueError for numbers that no code can represent: infinite, NaN, too large, or a negative variance."""
     for key in ("exp_avg", "exp_avg_sq"):
         for part in states[key].reshape(-1).split(_ELEMENTS):
             if part.numel():
                 least, most = (float(each) for each in torch.aminmax(part.float()))
                 most = max(most, -least)
-                # The largest scale is 2^126; of a variance it is the root's.
+                # The largest scale is 2^126; for a variance it is the scale of the square root.
                 limit, negative = (2.0**126, "") if key == "exp_avg" else (_LARGEST, " or negative")
                 if not most <= limit or (negative and least < 0):
                     raise ValueError(
@@ -63,7 +63,7 @@ def _require_encodable(name: str, states: Mapping[str, torch.Tensor]) -> None:
 
 
 def as_kept(layout: Layout, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`checked` states as `TierContents.write_states` takes them."""
+    """Return `checked` states in the form that `TierContents.write_states` takes."""
     if layout.states != torch.int8 or "scales" in states:
         return states
     momentum, variance = (states[key].reshape(-1).split(_ELEMENTS) for key in ("exp_avg", "exp_avg_sq"))
@@ -78,11 +78,11 @@ def as_kept(layout: Layout, states: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def none(layout: Layout, numel: int) -> dict[str, torch.Tensor]:
-    """Moments of `numel` elements before the first step, flat."""
+    """Return the flat moments of `numel` elements before the first step."""
     keys = [key for key in layout.state_names if key != "master"]
     return {key: torch.zeros(numel_of_state(key, numel), dtype=layout.stored_states) for key in keys}
 
 
 def shape_of(state: str, shape: torch.Size) -> tuple[int, ...]:
-    """Of a state of a parameter of this shape, as an optimizer's `state_dict` has it."""
+    """Return the shape of a state in an optimizer's `state_dict`, for a parameter of this shape."""
     return scales_shape(math.prod(shape)) if state == "scales" else tuple(shape)

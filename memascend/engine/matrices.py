@@ -1,8 +1,8 @@
-"""An embedding or a head whose matrix comes by slices: what `memascend.ops.rows` computes over, on a tier.
+"""Matrices of embeddings and heads that are read from the tier slice by slice, for `memascend.ops.rows`.
 
-The next slices are read while one is at work, and the gradient of each is handed over with it. Where a matrix is used
-more than once in a pass (a tied embedding is, by the head and by itself), all gradients but the last wait on the tier,
-to be added in the order in which autograd would.
+The next slices are read while one is in use, and each gradient is handed over with its slice. If a matrix is used more
+than once in a pass (a tied one is, by the embedding and by the head), all gradients but the last wait on the tier, and
+are added in the order in which autograd would add them.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from memascend.engine.unit_weights import UnitWeights
 from memascend.engine.weights import WeightStream
 from memascend.ops.rows import WholeRows, slice_module
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter
-SLICES_AHEAD = 2  # those that a pass reads before it needs them
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a parameter
+SLICES_AHEAD = 2  # slices that a pass reads before it needs them
 
 
 class MatrixRuntime(Protocol):
-    """What a matrix asks of the engine that trains it."""
+    """The engine as a matrix that it trains calls it."""
 
     weights: UnitWeights
     at_work: PassInProgress
 
     def reaches(self, unit: Unit, *, needs_it: bool = True) -> None:
-        """The pass at work comes to a slice."""
+        """Called when the pass at work comes to a slice."""
 
     def backward_begins(self) -> None:
-        """In the user's backward pass."""
+        """Called within the user's backward pass, before a gradient is used."""
 
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
-        """Of a slice; all of its uses in this pass are in it."""
+        """Take over the gradient of a slice, which includes all of its uses in this pass."""
 
     def gradient_stream(self) -> WeightStream:
-        """For those that wait, of the pieces' sizes."""
+        """Return the stream of waiting gradients, whose tensors have the sizes of pieces."""
 
     def computed_outside(self, seconds: float) -> None:
-        """Of a forward pass, with a slice in memory."""
+        """Record the seconds of a forward pass with a slice in memory."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
 
 
 @dataclass
 class _Uses:
-    """Of a matrix, by one micro-batch."""
+    """The uses of a matrix by one micro-batch."""
 
     number: int
-    with_graph: bool = False  # the forward pass at work
+    with_graph: bool = False  # whether the forward pass at work has a graph
     passes: int = 0  # forward passes whose backward has not ended
     waiting: set[int] = field(default_factory=set)  # slices with a gradient on the tier
 
@@ -68,7 +68,7 @@ class _Uses:
 
 
 class StreamedRows:
-    """`Rows` over the slices of one matrix. Not thread-safe."""
+    """`Rows` over the slices of one matrix on the tier. Not thread-safe."""
 
     def __init__(self, runtime: MatrixRuntime, parameter: nn.Parameter, slices: Sequence[Unit]) -> None:
         self._runtime, self._slices = runtime, slices
@@ -79,8 +79,8 @@ class StreamedRows:
 
     @property
     def anchor(self) -> torch.Tensor:
-        """Asked for once per forward pass. Requires a gradient where the matrix does now: what is frozen later is not
-        trained."""
+        """A scalar that requires a gradient if the matrix does now: one that is frozen later is not trained. It is read
+        once per forward pass."""
         self._uses.with_graph = torch.is_grad_enabled()
         if self._uses.with_graph and self._trained:
             self._require_no_hooks()
@@ -131,7 +131,7 @@ class StreamedRows:
             self._runtime.arrive(self._slices[number].parts[0], gradient)
 
     def end_of_backward(self) -> None:
-        """Uses whose backward has not come in this pass are not in it."""
+        """Hand over gradients that still wait for other uses, whose backward did not come in this pass."""
         uses = self._uses
         for number in sorted(uses.waiting):
             self._runtime.arrive(self._slices[number].parts[0], self._brought_back(number))
@@ -162,7 +162,7 @@ class StreamedRows:
 
 
 class _Pass:
-    """One forward pass; it has ended when its gradients have been added, or when the graph is gone."""
+    """One forward pass. It ends when its gradients have been added, or when its graph is freed."""
 
     def __init__(self, rows: StreamedRows, uses: _Uses) -> None:
         self._rows, self._uses, self._ended = rows, uses, False
@@ -181,14 +181,15 @@ class _Pass:
 
 
 def partial_key(piece: Piece, number: int = 0) -> str:
-    """`number`: of the micro-batch, among those side by side."""
+    """Return the key of a piece's waiting gradients. `number`: of the micro-batch, among those side by side."""
     return f"first gradients of {piece.key}" + (f" ({number})" if number else "")
 
 
 def slice_in_memory(model: nn.Module, **options: object) -> Callable[[], None]:
-    """Let a model in memory take its sums over the vocabulary as a streamed one does; returns the undo.
+    """Let a model in memory compute its sums over the vocabulary as a streamed one does. Return the undo function.
 
-    `options`: of ModelUnits. Nothing is done where the engine would not slice, or cannot stream the model.
+    `options`: those of ModelUnits. Modules that the engine would not slice stay as they are. Raises
+    NotStreamable for a model that the engine cannot stream.
     """
     units, undo = ModelUnits(model, **options), []
     for key, slices in units.matrices.items():

@@ -1,7 +1,7 @@
-"""A model whose weights wait in files until the engine takes them, so that it never is in memory as a whole.
+"""Parameters whose values wait in files until the engine takes them, so that no model is in memory as a whole.
 
-Initialised ones are put into a file as they are made, and leave it as they are moved (`release`); those of a folder
-stay in its files (`wait_in`).
+Initialised weights are put into a file as they are created, and leave it as they are moved (`release`). Weights of a
+checkpoint folder stay in its files (`wait_in`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import nn
 from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_folder import StoredTensor
 
-_PAGES = "_memascend_pages"  # of a parameter: the `_Pages` that its values are in
-_STORED = "_memascend_stored"  # of a parameter without values: the tensor of a file that has them
+_PAGES = "_memascend_pages"  # attribute of a parameter: the `_Pages` that hold its values
+_STORED = "_memascend_stored"  # attribute of a parameter without values: the tensor in a file that has them
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """A map of a file on `device` (st_dev). `releasable`: the file system can take out a range of the file."""
+    """A memory map of a file on `device` (st_dev). `releasable`: the file system can punch holes into the file."""
 
     map: mmap.mmap
     device: int
@@ -34,9 +34,10 @@ class _Pages:
 
 
 class MmapValues:
-    """Values of parameters in a file in `folder` that goes with the last of them. A context, in which more are taken.
+    """Values of parameters in a file in `folder`, which is removed with the last of them. Modules are taken within its
+    context.
 
-    Raises OSError where the disk has no space. Not thread-safe.
+    Raises OSError if the disk has no space. Not thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +53,7 @@ class MmapValues:
         self._file.close()
 
     def take(self, module: nn.Module) -> None:
-        """The module's own parameters: equal values, in memory only while somebody looks at them."""
+        """Move the values of the module's own parameters to the file. They are in memory only while accessed."""
         for parameter in module.parameters(recurse=False):
             if parameter.device.type == "cpu" and parameter.numel() and not hasattr(parameter, _PAGES):
                 self._take(parameter)
@@ -79,12 +80,12 @@ def _is_releasable(handle: int) -> bool:
 
 
 def wait_in(parameter: nn.Parameter, stored: StoredTensor) -> None:
-    """Its values are those of a file, of the same shape and of any type; what it holds itself is none."""
+    """Let a parameter without values have those of a file, of the same shape and of any dtype."""
     setattr(parameter, _STORED, stored)
 
 
 def flat_values(parameter: nn.Parameter) -> torch.Tensor:
-    """One dimension; of a waiting parameter in its file's type."""
+    """Return a parameter's values in one dimension; those that wait in a file have the file's dtype."""
     stored = getattr(parameter, _STORED, None)
     return parameter.detach().reshape(-1) if stored is None else stored.flat()
 
@@ -92,14 +93,14 @@ def flat_values(parameter: nn.Parameter) -> torch.Tensor:
 def release(parameter: nn.Parameter, first: int, numel: int) -> None:
     """Give back the memory of elements `first` to `first + numel`, which have been moved.
 
-    Spilled ones also leave their file, page by page, where the file system can take out a range of one: they read as
-    zeros from then on. Those of a folder stay in its files.
+    Values in a file of `MmapValues` also leave the file, page by page, if the file system can punch holes: they read as
+    zeros from then on. Those of a checkpoint folder stay in its files.
     """
     pages = getattr(parameter, _PAGES, None)
     if pages is not None:
         begin, end = (element * parameter.element_size() for element in (first, first + numel))
         begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end < len(pages.map):  # else nothing is behind it on its last page
+        if end < len(pages.map):  # else its last page holds no other values
             end = end // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end:
             pages.map.madvise(mmap.MADV_REMOVE if pages.releasable else mmap.MADV_DONTNEED, begin, end - begin)
@@ -116,7 +117,7 @@ def releasable_bytes(parameters: Iterable[nn.Parameter], folder: str | os.PathLi
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Its values are elsewhere."""
+    """Drop the parameter's references to files, since its values are elsewhere."""
     for name in (_PAGES, _STORED):
         if hasattr(parameter, name):
             delattr(parameter, name)

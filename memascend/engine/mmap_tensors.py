@@ -1,4 +1,4 @@
-"""Tensors in a file's memory, which the kernel can take back: state dicts of models that are larger than it."""
+"""Tensors in the memory of a file, which the kernel can reclaim: state dicts of models larger than memory."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _PREFIX = "state-dict-"
 
 
 def collect_tensor_files(folder: str | os.PathLike[str]) -> None:
-    """Remove what a killed process of an earlier version, whose files had names, has left in `folder`."""
+    """Remove the files that a killed process of an earlier version, which gave them names, has left in `folder`."""
     for path in Path(folder).glob(f"{_PREFIX}*"):
         path.unlink(missing_ok=True)
 
 
 class TensorFile:
-    """Room for copies of tensors of `sizes` bytes, in a file in `folder` that goes with the last of them.
+    """Space for copies of tensors of `sizes` bytes, in a file in `folder` that is removed with the last of them.
 
-    Each tensor has a storage of its own, so that what is saved of one is that one. Raises OSError, which says so, where
-    the disk has no space.
+    Each tensor has a storage of its own, so that saving one saves only that one. Raises OSError, whose message says so,
+    if the disk has no space.
     """
 
     def __init__(self, folder: Path, sizes: list[int]) -> None:
         self._place, size = 0, max(1, sum(-(-each // _ALIGNMENT) * _ALIGNMENT for each in sizes))
         there = next(each for each in (folder, *folder.parents) if each.is_dir())  # it may have been removed meanwhile
         try:
-            with tempfile.TemporaryFile(dir=there, prefix=_PREFIX) as file:  # without a name: a kill leaves nothing
+            with tempfile.TemporaryFile(dir=there, prefix=_PREFIX) as file:  # unnamed: a kill leaves nothing behind
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._bytes = mmap.mmap(file.fileno(), size)
         except OSError as error:
@@ -42,11 +42,11 @@ class TensorFile:
             ) from None
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy, of the same shape. ValueError where there is no space left for it."""
+        """Return a copy in the file, of the same shape. Raises ValueError if no space is left for it."""
         return self.allocate(values.dtype, values.shape).copy_(values)
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """For values of the caller's. ValueError where there is none left."""
+        """Return a tensor in the file for the caller to fill. Raises ValueError if no space is left for it."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         end = self._place + nbytes
         if end > len(self._bytes):

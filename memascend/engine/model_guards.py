@@ -1,11 +1,11 @@
-"""What is done to a streamed model besides calling it: right where it can be, and one line where it cannot.
+"""Methods of a streamed model other than calls: they work where that is possible, and else raise one line.
 
-Its parameters are empty while they are not at work, so torch's own methods would save, copy or convert NaN. Each module
-that holds streamed parameters, or has one below it, gets these methods in the place of its class's, until `close`:
+A streamed model's parameters are empty between uses, so that torch's own methods would save, copy or convert NaN. Until
+`close`, each module with streamed parameters of its own or in its submodules has these methods instead of its class's:
 
-- `state_dict` has the values, of any module's: `model.layers[0].state_dict()`, `model.model.save_pretrained(...)`;
-- `zero_grad` forgets the step's gradients;
-- `to`, `half`, `cuda` and the like are as ever where they change nothing, and are refused where they would;
+- `state_dict` has the values, for any module: `model.layers[0].state_dict()`, `model.model.save_pretrained(...)`;
+- `zero_grad` discards the step's gradients;
+- `to`, `half`, `cuda` and the like work as usual where they change nothing, and are refused otherwise;
 - `load_state_dict`, copies and pickles are refused.
 """
 
@@ -24,32 +24,32 @@ from memascend.engine.contents import TierContents
 from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import no_copy, source_of, stored_gradients_alone
 
-_CLOSED = "_memascend_closed"  # of a model whose engine is closed: takes the refusals away
+_CLOSED = "_memascend_closed"  # of a model with a closed engine: how to remove the refusals, and to raise one
 
 
 class GradientHolder(Protocol):
-    """The engine, as `zero_grad` asks for it."""
+    """The engine as `zero_grad` calls it."""
 
     def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
-        """Of the current step. RuntimeError where only some of those that came are named."""
+        """Discard gradients of the current step. Raises RuntimeError if only some of those that arrived are named."""
 
 
 class ModelGuards:
-    """Of one engine on its model. Not thread-safe."""
+    """Replaces methods of one engine's model until `close`. Not thread-safe."""
 
     def __init__(
         self, model: nn.Module, names: Mapping[nn.Parameter, str], contents: TierContents, holder: GradientHolder
     ) -> None:
         reopened(model)
         self._names, self._contents, self._holder = names, contents, holder
-        self._saving: nn.Module | None = None  # whose state_dict was asked for: its parts' are parts of that
+        self._saving: nn.Module | None = None  # the module whose state_dict was called; those of its parts belong to it
         self._undo: list[Callable[[], None]] = []
         for module in model.modules():
             if any(parameter in names for parameter in module.parameters()):
                 self._guard(module)
 
     def close(self) -> None:
-        """Give all methods back. Idempotent."""
+        """Restore all methods. Idempotent."""
         while self._undo:
             self._undo.pop()()
 
@@ -88,10 +88,10 @@ class ModelGuards:
         return state_dict
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """At the end of the module's own part of torch's `state_dict`."""
+        """Fill in the values, at the end of the module's own part of torch's `state_dict`."""
         if self._saving is module:
             self._contents.fill_state_dict(module, state, prefix)
-        elif self._saving is None:  # torch.nn.Module.state_dict(module): each part is asked for by itself
+        elif self._saving is None:  # torch.nn.Module.state_dict(module) calls each part by itself
             self._contents.fill_state_dict(module, state, prefix, recurse=False)
 
     def _refuse_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
@@ -127,7 +127,7 @@ def _refuse_copies(*_: Any) -> Any:
 
 
 def _put(module: nn.Module, name: str, method: Any) -> Callable[[], None]:
-    """Of the instance alone; returns the undo, which leaves what was put there later."""
+    """Set an attribute of the instance. Return the undo function, which leaves a later assignment alone."""
     own, had = vars(module), name in vars(module)
     before = own.get(name)
     own[name] = method
@@ -142,17 +142,19 @@ def _put(module: nn.Module, name: str, method: Any) -> Callable[[], None]:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a module whose refusals have just been taken away."""
+    """Return a deep copy of a module whose refusals have just been removed."""
     return copy.deepcopy(module, memo)
 
 
 def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
-    """The engine is closed and the model's parameters stay empty: saving, calling, converting or copying it or a part
-    of it is refused, as long as one of them is (its memory is that of `nothing`)."""
+    """Refuse saving, calling, converting or copying a model, or a part of it, whose closed engine left it empty.
+
+    The refusals last as long as any parameter is empty, that is, has the memory of `nothing`.
+    """
 
     def refuse(*_: Any) -> None:
         place = nothing.untyped_storage().data_ptr()
-        if not any(p.untyped_storage().data_ptr() == place for p in model.parameters()):  # others have been loaded
+        if not any(p.untyped_storage().data_ptr() == place for p in model.parameters()):  # others were loaded
             reopened(model)
             return
         others = "load others (load_state_dict(..., assign=True))"
@@ -172,7 +174,7 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
 
     undo: list[Callable[[], None]] = []
     for module in model.modules():
-        if next(module.parameters(), None) is None:  # it may be another model's, too: transformers has such activations
+        if next(module.parameters(), None) is None:  # may be shared with another model, as in transformers
             continue
         undo += [module.register_state_dict_pre_hook(refuse).remove, module.register_forward_pre_hook(refuse).remove]
         for name, stock in (
@@ -190,14 +192,14 @@ def left_empty(model: nn.Module, nothing: torch.Tensor, folder: Path) -> None:
 
 
 def reopened(model: nn.Module) -> None:
-    """Take the refusals of `left_empty` away."""
+    """Remove the refusals of `left_empty`."""
     take_away, _ = vars(model).pop(_CLOSED, (None, None))
     if take_away is not None:
         take_away()
 
 
 def require_not_streamed(model: nn.Module) -> None:
-    """RuntimeError where an engine has the weights of the model, or of a part of it."""
+    """Raise RuntimeError if an engine has the weights of the model, or of a part of it."""
     engine = next((engine for p in model.parameters() if (engine := source_of(p)) is not None), None)
     if engine is not None:
         raise RuntimeError(
@@ -207,9 +209,11 @@ def require_not_streamed(model: nn.Module) -> None:
 
 
 def require_own_memory(model: nn.Module) -> None:
-    """NotStreamable where two parameters, or a parameter and a buffer or another tensor of a module, share memory:
-    the engine moves each by itself, and what is changed of one would no longer be seen in the other. Parameters that
-    stand for values in files have one element for all of theirs, and are no matter."""
+    """Raise NotStreamable if two parameters, or a parameter and a buffer or another tensor of a module, share memory.
+
+    The engine moves each of them separately, so that a change to one would no longer show in the other. Parameters that
+    stand for values in files have a single element as memory, and are ignored.
+    """
     found: dict[int, tuple[torch.Tensor, str, bool]] = {}
     for prefix, module in model.named_modules():
         named = [(name, each, True) for name, each in module._parameters.items()]
@@ -236,7 +240,7 @@ def require_own_memory(model: nn.Module) -> None:
 
 
 def _instead_of_spectral_norm(*names: str) -> str:
-    """Return what to use for torch's old function, whose memory nobody can divide; nothing for other names."""
+    """Return the replacement for torch's old function, whose memory cannot be divided; "" for other names."""
     if not any(name.endswith("_orig") for name in names):
         return ""
     return "; in place of torch.nn.utils.spectral_norm use torch.nn.utils.parametrizations.spectral_norm"
@@ -247,13 +251,13 @@ def _has_all_elements(tensor: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and after the last one."""
+    """Return the addresses of the first byte and after the last one."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def require_python_modules(model: nn.Module) -> None:
-    """NotStreamable where a part of the model was compiled by TorchScript, which takes no hooks."""
+    """Raise NotStreamable if a part of the model was compiled by TorchScript, which takes no hooks."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise NotStreamable(
@@ -263,7 +267,7 @@ def require_python_modules(model: nn.Module) -> None:
 
 
 def require_values(model: nn.Module) -> None:
-    """RuntimeError where the model, or a part of it, was left empty by an engine that is closed."""
+    """Raise RuntimeError if the model, or a part of it, was left empty by an engine that is closed."""
     for module in list(model.modules()):
         _, refuse = vars(module).get(_CLOSED, (None, None))
         if refuse is not None:

@@ -1,6 +1,6 @@
-"""The units of a model: which modules and parameters are in memory together.
+"""The units of a model: the modules and parameters that are in memory together.
 
-`units_of` finds them for a new store, `units_of_store` as an earlier run has them.
+`units_of` finds them for a new store, `units_of_store` as an earlier run has stored them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _CPU = torch.device("cpu")
 
 
 class ModelUnits:
-    """Units of a model, their modules and parameters. `layout` is made from them. `device`: what computes."""
+    """Units of a model, with their modules, parameters and layout. `device`: the one that computes.
+
+    Raises NotStreamable for a model that cannot be streamed.
+    """
 
     def __init__(
         self,
@@ -65,26 +68,26 @@ class ModelUnits:
         self._by_name = by_name
 
     def pairs(self, unit: Unit) -> list[tuple[Part, nn.Parameter]]:
-        """Parts that are whole parameters: all of a unit's, or none of a slice's."""
+        """Return (part, parameter) for each part that is a whole parameter: all of a unit's, or none of a slice's."""
         return list(zip(unit.parts, self.parameters.get(unit.key, ()), strict=unit.kind is not Kind.SLICE))
 
     def values(self, unit: Unit) -> list[tuple[Part, torch.Tensor]]:
-        """What is in the parameters or waits for them, flat; of a model that has its values."""
+        """Return (part, flat values) of a unit, from the parameters or the files that they wait in."""
         flat = [(part, flat_values(self._by_name[part.name])) for part in unit.parts]
         return [(part, each[part.offset : part.offset + part.numel]) for part, each in flat]
 
     def moved(self, part: Part) -> None:
-        """Give back what its values took, where they waited in a file."""
+        """Release the space of a part's values, which have been moved, if they waited in a file."""
         release(self._by_name[part.name], part.offset, part.numel)
 
     def matrix(self, key: str) -> nn.Parameter:
-        """That is cut into slices."""
+        """Return the parameter that is cut into the slices of `key`."""
         return self._by_name[self.matrices[key][0].parts[0].name]
 
     def _describe(
         self, key: str, kind: Kind, parameters: Iterable[nn.Parameter], rows_of: nn.Parameter | None = None
     ) -> UnitParameters:
-        # A parameter of no elements has nothing to stream and nothing to train.
+        # A parameter without elements has nothing to stream and nothing to train.
         each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters) if p.numel()]
         return UnitParameters(
             key=key, kind=kind, parameters=each, rows_of=None if rows_of is None else self.names[rows_of]
@@ -98,7 +101,7 @@ class ModelUnits:
                 f"the block {module_names[module]} ({type(module).__name__}) has no forward pass: name its children"
             )
         key = _key(module, module_names)
-        if key in self.modules:  # the same layer over and over
+        if key in self.modules:  # the same layer, used several times
             return UnitParameters(key=key, kind=Kind.BLOCK, parameters=[])
         for parameter in module.parameters():
             other = next((k for k, owned in self.parameters.items() if any(parameter is p for p in owned)), None)
@@ -111,8 +114,8 @@ class ModelUnits:
         return self._describe(key, Kind.BLOCK, module.parameters())
 
     def _others(self, module_names: dict[nn.Module, str]) -> Iterator[UnitParameters]:
-        """Modules outside of the blocks with parameters of their own; those that share one are one unit. What has no
-        forward pass, such as a ParameterList, is at work in the module around it."""
+        """Yield units for the modules outside of the blocks with parameters of their own; those that share one are one
+        unit. A module without a forward pass, such as a ParameterList, belongs to the module around it."""
         inside = {module for block in self.blocks for module in block.modules()}
         of_blocks = {parameter for block in self.blocks for parameter in block.parameters()}
         owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -140,7 +143,7 @@ class ModelUnits:
 
 
 def _streamable_dtype(model: nn.Module, names: Mapping[nn.Parameter, str], states: torch.dtype) -> torch.dtype:
-    """Of all parameters. NotStreamable for what cannot be trained with states of this type."""
+    """Return the dtype of all parameters. Raises NotStreamable for what cannot be trained with states of this dtype."""
     dtypes = {parameter.dtype for parameter in names}
     if len(dtypes) != 1:
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "none"
@@ -175,7 +178,7 @@ def _streamable_dtype(model: nn.Module, names: Mapping[nn.Parameter, str], state
 
 
 def _key(module: nn.Module, module_names: dict[nn.Module, str]) -> str:
-    """Of a module's unit: its name, and of the model itself one that no other has."""
+    """Return the key of a module's unit: its name or, for the model itself, a name that no other module has."""
     root = "model" if "model" not in module_names.values() else "(model)"
     return module_names[module] or root
 
@@ -185,7 +188,7 @@ def _is_trained(parameter: nn.Parameter) -> bool:
 
 
 def _called_around(module: nn.Module, module_names: dict[nn.Module, str], model: nn.Module) -> nn.Module:
-    """The module itself, or the nearest one around it that has a forward pass."""
+    """Return the module itself, or the nearest one around it that has a forward pass."""
     name = module_names[module]
     while name and not is_called(module):
         name = name.rpartition(".")[0]
@@ -194,7 +197,7 @@ def _called_around(module: nn.Module, module_names: dict[nn.Module, str], model:
 
 
 def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Module]]:
-    """Modules in groups that share no parameter, in the model's order."""
+    """Return the modules in groups, in the model's order, such that no parameter is shared between groups."""
     groups: list[list[nn.Module]] = []
     for modules in owners.values():
         joined = [group for group in groups if any(module in group for module in modules)]
@@ -209,7 +212,7 @@ def units_of(
 ) -> ModelUnits:
     device, elements = device_of(model.parameters(), options.device), options.piece_elements
     units = ModelUnits(model, blocks, states=options.states, piece_elements=elements, aligned=aligned, device=device)
-    for buffer in model.buffers():  # small, and no unit's
+    for buffer in model.buffers():  # small, and part of no unit
         buffer.data = buffer.data.to(device)
     return units
 
@@ -217,8 +220,9 @@ def units_of(
 def units_of_store(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, is_kept: Callable[[Layout], bool]
 ) -> ModelUnits:
-    """As the store has them, which may be cut as by an earlier version of this library, or have another's blocks, or
-    weights with the frozen ones among them, or without gaps."""
+    """Return the units as the store has them. A store of an earlier version of this library may cut them differently,
+    have other blocks, store frozen weights together with the trained ones, or have no gaps. `is_kept` says whether
+    the store has a layout. If it has none of them, the units of a new store are returned."""
     units = units_of(model, blocks, options)
     if _is_or_was(units, is_kept):
         return units
@@ -235,7 +239,7 @@ def units_of_store(
 
 
 def _is_or_was(units: ModelUnits, is_kept: Callable[[Layout], bool]) -> bool:
-    """Whether a store has these units, which then get the layout that it has."""
+    """Return whether a store has these units, in which case they get the store's layout."""
     for layout in (units.layout, replace(units.layout, splits=False)):
         if is_kept(layout):
             units.layout = layout
@@ -244,7 +248,7 @@ def _is_or_was(units: ModelUnits, is_kept: Callable[[Layout], bool]) -> bool:
 
 
 def whole_in_memory(layout: Layout) -> str:
-    """What is in memory as a whole while a step needs it, and how much that is."""
+    """Return a sentence on what is in memory as a whole while a step needs it, with its size; "" if nothing is."""
     sizes = {
         unit.key: unit.numel * layout.weights.itemsize
         for unit in layout.units

@@ -1,5 +1,5 @@
-"""What a forward pass depends on and changes besides parameters: its modules' buffers, attributes, and the generators
-of random numbers that are not torch's own (Python's, NumPy's, any in an attribute)."""
+"""The state besides parameters that a forward pass depends on and changes: buffers and attributes of its modules, and
+random number generators that are not torch's own (Python's, NumPy's, any in an attribute)."""
 
 from __future__ import annotations
 
@@ -22,47 +22,45 @@ from memascend.engine.random_generators import NumpyGenerator, PythonGenerator, 
 
 _ABSENT = object()
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module: parameters, hooks, ...
-_DEEP = 4  # objects, one in another
-_SMALL = 4096  # bytes of an array that are kept in any case
+_DEEP = 4  # nested objects that are followed
+_SMALL = 4096  # arrays of up to so many bytes are always kept
 
 
 class ValuesAreGone(RuntimeError):
-    """A tensor or array has been changed in place since, and its values of that moment were not kept."""
+    """A tensor or array was changed in place after the snapshot, and its values of then were not kept."""
 
 
 class ModuleState:
-    """Of a module and all modules in it, at one moment: buffers, attributes, what these refer to, and generators of
-    random numbers.
+    """A snapshot of modules: their buffers, their attributes, what these refer to, and random number generators.
 
-    Attributes are known by reference. What they refer to is looked at where its type is one of these:
+    Attributes are recorded by reference. The values that they refer to are recorded if their type is one of these:
 
     - tensors, NumPy arrays, bytearrays and array.arrays: by value. Parameters, sparse tensors, read-only arrays and
       subclasses of NumPy's array are left out.
     - lists, dicts, sets, deques, Counters, OrderedDicts and defaultdicts, but none of their subclasses: by their items.
-      Tuples are looked into.
-    - objects: by their attributes and slots, by reference. Left out are modules, functions, and all that can be called.
+      Tuples are followed.
+    - objects: by their attributes and slots, by reference. Left out are modules, functions, and anything callable.
 
-    What items, attributes and slots refer to is looked at in the same way, down to the attributes of the fourth object,
-    one in another. Objects of classes of torch, of the standard library (except namespaces), of memascend, and
-    configurations of transformers are known by their own attributes alone. Attributes of classes, globals, closures and
-    items of subclasses of containers are not known. Of iterators it is known that they are there (`iterators`), not
-    how far they are.
+    The values of items, attributes and slots are recorded in the same way, down to the attributes of the fourth nested
+    object. Objects of classes of torch, of the standard library (except namespaces), of memascend, and configurations
+    of transformers are recorded by their own attributes alone. Attributes of classes, globals, closures and items of
+    subclasses of containers are not recorded. Iterators are recorded as such (`iterators`), without their position.
     """
 
     def __init__(self, modules: list[nn.Module], *, generators: bool = True, also: Iterable[Any] = ()) -> None:
-        """`generators`: whether those of random numbers are asked for their states. `also`: what is looked at as if
-        attributes referred to it."""
+        """Take the snapshot. `generators`: whether the states of random number generators are recorded. `also`: values
+        that are recorded as if attributes referred to them."""
         buffers = [module._buffers for module in modules]
         self._of_modules = _References([*map(vars, modules), *buffers], without=_OWN)
         found = _Found(chain.from_iterable(map(dict.values, buffers)))
         found.add(chain(self._of_modules.values, also))
         self._of_objects = _References(found.attributes)
         self._objects, self._slots = found.objects, found.slots
-        # (tensor, its values, or None and the version that it had with them)
+        # (tensor, values, 0), or (tensor, None, its version) once the values are dropped
         self._tensors: list[tuple[torch.Tensor, torch.Tensor | None, int]] = [
             (tensor, tensor.detach().clone(), 0) for tensor in found.tensors.values()
         ]
-        # (array, its bytes, or None and their hash)
+        # (array, bytes, 0), or (array, None, hash of the bytes) once the bytes are dropped
         self._arrays: list[tuple[Any, bytes | None, int]] = [(each, _bytes(each), 0) for each in found.arrays]
         self._containers, self.iterators = found.containers, found.iterators
         self._generators: list[RandomGenerator] = []
@@ -71,14 +69,13 @@ class ModuleState:
 
     @property
     def referred_to(self) -> list[Any]:
-        """What attributes referred to then, as far as it is known by more than its reference."""
+        """The values that attributes referred to in the snapshot and that are recorded by more than their reference."""
         tensors, arrays = [each for each, *_ in self._tensors], [each for each, *_ in self._arrays]
         return [*self._objects, *tensors, *arrays, *(each for each, _ in self._containers)]
 
     def forget_unchanged(self) -> None:
-        """Values of tensors and large arrays, and states of generators, that are now as they were then, need not be
-        kept."""
-        # By value: an operator may change running averages without a word to autograd.
+        """Drop the values of tensors and large arrays, and the states of generators, that have not changed since."""
+        # Compared by value: an operator may change running averages unnoticed by autograd.
         self._tensors = [
             (tensor, None, _version(tensor)) if values is None or _equal(tensor, values) else (tensor, values, 0)
             for tensor, values, _ in self._tensors
@@ -93,22 +90,22 @@ class ModuleState:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether the state of a generator is kept."""
+        """Whether the state of any generator is kept."""
         return bool(self._generators)
 
     def drawn(self) -> bool:
-        """Whether a generator of random numbers has been used since."""
+        """Return whether a random number generator has been used since the snapshot."""
         return any(each.has_drawn() for each in self._generators)
 
     def changed_attributes(self) -> Iterator[tuple[Any, str]]:
-        """(attributes, name) of those that are other objects now; (object, name) of slots."""
+        """Yield (attributes, name) of each attribute, and (object, name) of each slot, that is another object now."""
         for owner, key, _ in chain(self._of_modules.changed(), self._of_objects.changed()):
             yield owner, key
         yield from ((owner, slot.__name__) for owner, slot, value in self._slots if _in_slot(owner, slot) is not value)
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
-        """What is not as it was, before `forget_unchanged`: (attributes, name), (object, name), or None and a tensor,
-        an array or a container."""
+        """Yield what differs from the snapshot: (attributes, name), (object, name), or None and a tensor, an array or a
+        container. To be called before `forget_unchanged`."""
         yield from self.changed_attributes()
         yield from (
             (None, tensor) for tensor, values, _ in self._tensors if values is None or not _equal(tensor, values)
@@ -117,8 +114,8 @@ class ModuleState:
         yield from ((None, each) for each, items in self._containers if not _has_items(each, items))
 
     def restore(self) -> None:
-        """All that this knows is as at that moment. Raises ValuesAreGone where `forget_unchanged` has forgotten what
-        has changed since."""
+        """Restore all that is recorded to the snapshot. Raises ValuesAreGone if something has changed whose values
+        `forget_unchanged` has dropped."""
         for references in (self._of_modules, self._of_objects):
             for owner, key, value in list(references.changed()):
                 _set(owner, key, value)
@@ -130,7 +127,7 @@ class ModuleState:
                 if _version(tensor) != version:
                     raise ValuesAreGone(f"of {_words(tensor)}")
             elif not _equal(tensor, values):
-                tensor.data.copy_(values)  # `data`: autograd need not see it, whoever saved the tensor saved this value
+                tensor.data.copy_(values)  # `data`: autograd need not see it, since a graph saved this value
         for each, raw, known in self._arrays:
             now = _bytes(each)
             if raw is None:
@@ -146,7 +143,7 @@ class ModuleState:
 
 
 class _References:
-    """What attributes referred to at one moment. `owners`: dicts of attributes; names in `without` do not count.
+    """A snapshot of references. `owners`: dicts of attributes; names in `without` do not count.
 
     All dicts are copied and compared as one, since nearly always nothing has changed.
     """
@@ -158,7 +155,7 @@ class _References:
         self.values = self._now()
 
     def changed(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """(owner, name, what it referred to or _ABSENT)."""
+        """Yield (owner, name, value in the snapshot or _ABSENT) of each attribute that has changed."""
         owners = self._owners
         same_names = _names(owners) == self._keys and list(map(len, owners)) == self._sizes
         if same_names and all(map(operator.is_, self._now(), self.values)):
@@ -175,7 +172,7 @@ class _References:
 
 
 def _names(owners: list[dict[str, Any]]) -> tuple[str, ...]:
-    return tuple(chain.from_iterable(map(dict.keys, owners)))  # in the order of `dict.values`, of an OrderedDict, too
+    return tuple(chain.from_iterable(map(dict.keys, owners)))  # in the order of `dict.values`, also for an OrderedDict
 
 
 @functools.lru_cache(maxsize=128)  # blocks of one kind have the same names, in the same order
@@ -184,7 +181,7 @@ def _that_count(keys: tuple[str, ...], without: frozenset[str]) -> tuple[bool, .
 
 
 class _Found:
-    """What attributes refer to, each thing once. `buffers` are tensors of any layout, or None."""
+    """The values that attributes refer to, each once. `buffers`: tensors of any layout, or None."""
 
     def __init__(self, buffers: Iterable[torch.Tensor | None]) -> None:
         self.tensors = {id(buffer): buffer for buffer in buffers if buffer is not None}
@@ -198,7 +195,7 @@ class _Found:
         self._seen: set[int] = set()
 
     def add(self, values: Iterable[Any]) -> None:
-        """`values` of modules' attributes, and what these refer to in their turn."""
+        """Add the values of modules' attributes, and what these refer to in turn."""
         waiting = that_matter(values)
         for _ in range(_DEEP):
             if not waiting:
@@ -206,7 +203,7 @@ class _Found:
             waiting = that_matter(self._of(self._objects_in(waiting)))
 
     def _objects_in(self, waiting: list[Any]) -> list[Any]:
-        """Everything but objects is looked at; those are returned."""
+        """Record the values that are not objects, and return the objects."""
         objects = []
         while waiting:
             value = waiting.pop()
@@ -238,7 +235,7 @@ class _Found:
         return objects
 
     def _of(self, objects: list[Any]) -> list[Any]:
-        """What the objects' attributes refer to, where they are looked into."""
+        """Record the objects' attributes and slots, and return the values of those that are followed."""
         self.objects += objects
         values: list[Any] = []
         for each in objects:
@@ -334,9 +331,9 @@ def _words(each: Any) -> str:
 
 @contextmanager
 def undisturbed(modules: list[nn.Module], entry: ModuleState) -> Iterator[None]:
-    """What runs inside finds all that `entry` knows as at that moment. What that and the modules' state
-    now know is afterwards as before. Raises ValuesAreGone."""
-    # A pass that drew no numbers draws none again.
+    """Return a context in which everything that `entry` records is as in that snapshot. On exit, that and the modules'
+    state are as on entry. Raises ValuesAreGone."""
+    # A pass that drew no random numbers draws none when it is repeated.
     before = ModuleState(modules, generators=entry.has_drawn, also=entry.referred_to)
     try:
         entry.restore()
