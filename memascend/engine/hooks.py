@@ -109,7 +109,7 @@ class ModelHooks:
 
     def left_over(self, runtime: HookedRuntime) -> None:
         """Hand over, at the end of backward, the gradients that no hook has handed over."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest are not to be asked
+        with torch._C.DisableTorchFunctionSubclass():  # bypasses the placeholders of parameters at rest
             for unit in self._units.layout.units:
                 self.left_over_of(runtime, unit)
         for rows in self.matrices:

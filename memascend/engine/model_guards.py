@@ -1,4 +1,4 @@
-"""Methods of a streamed model other than calls: they work where that is possible, and else raise one line.
+"""Methods of a streamed model besides forward: they work where that is possible, and else raise a one-line error.
 
 A streamed model's parameters are empty between uses, so that torch's own methods would save, copy or convert NaN. Until
 `close`, each module with streamed parameters of its own or in its submodules has these methods instead of its class's:
