@@ -1,4 +1,4 @@
-"""Which state stores this process has open: a folder is opened once, and a store that was dropped is waited for."""
+"""Registry of the state stores that this process has open: a folder can be opened only once at a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-_DROPPED_S = 5.0  # a store that was dropped is let go of when its last update is done
+_DROPPED_S = 5.0  # how long to wait for a dropped store, which is freed when its last update is done
 
 
 class OpenStore(Protocol):
-    """A store from its opening to its `close`. `opened_by`: the process."""
+    """A store between its opening and its `close`. `opened_by`: the id of the process that opened it."""
 
     folder: Path
     opened_by: int
@@ -26,11 +26,12 @@ add, discard = _open.add, _open.discard
 
 
 def require_not_open(folder: str | os.PathLike[str]) -> None:
-    """ValueError where this process has a store in the folder open; one that was dropped without `close` is none."""
+    """Raise ValueError if this process has a store in the folder open. A store that was dropped without `close` does
+    not count: it is collected first, for which this waits some seconds at most."""
     deadline = time.monotonic() + _DROPPED_S
     while is_open(folder):
         _let_go_of_failed_backward()
-        gc.collect()  # a dropped one is part of cycles (model, hooks, engine), and held while an update is at work
+        gc.collect()  # a dropped store is part of cycles (model, hooks, engine), and alive while an update runs
         if time.monotonic() > deadline:
             raise ValueError(in_use(folder))
         time.sleep(0.05)
@@ -42,7 +43,7 @@ def is_open(folder: str | os.PathLike[str]) -> bool:
 
 
 def in_use(folder: str | os.PathLike[str]) -> str:
-    """The line that says so."""
+    """Return the error message for a folder that is in use."""
     return (
         f"{folder} is in use by this process: close the other session first (its close()), or let go of it, its "
         "optimizer and its model"
@@ -50,6 +51,6 @@ def in_use(folder: str | os.PathLike[str]) -> str:
 
 
 def _let_go_of_failed_backward() -> None:
-    """Autograd holds what a failed backward pass has not come to, until the next pass of the thread begins."""
+    """Run a trivial backward pass, since autograd keeps the rest of a failed one until the thread's next begins."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.ones((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""A new store for a model, with as many versions of its states as the disk has space for; or one of an earlier run."""
+"""Creates a store for a model, with as many versions of its states as fit on the disk, or opens an existing one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def create_state_store(
     buffers: int = 0,
     released: int = 0,
 ) -> tuple[StateStore, EngineOptions, str]:
-    """(the store, the options with the number of versions, why so many), with space for so many bytes of the model's
-    buffers. `released`: see `StateStore.create`. Raises StorageError, ValueError."""
+    """Create a store, and return it with the options, completed by the number of versions, and the reason for that
+    number. `buffers`: bytes of the model's buffers, for which space is added. `released`: see `StateStore.create`.
+    Raises StorageError and ValueError."""
     auxiliary_bytes = auxiliary_file_bytes(layout, replace(options, versions=2, redo=True))
     chosen = versions_for(folder, layout, options, auxiliary_bytes=auxiliary_bytes, released=released)
     options = replace(options, versions=chosen.count)
@@ -57,8 +58,8 @@ def open_state_store(
     options: EngineOptions,
     faults: Any = None,
 ) -> tuple[StateStore, EngineOptions, dict[str, Any]]:
-    """(the store, the options with its number of versions, its last completed step). Raises NotThisModel and
-    InterruptedUpdate."""
+    """Open a store, and return it with the options, completed by its number of versions, and the record of its last
+    completed step. Raises NotThisModel and InterruptedUpdate."""
     collect_scratch_files(folder, os.fspath(folder))
     try:
         store = StateStore.open(folder, owner_tag(layout), faults=faults)
@@ -82,13 +83,13 @@ def open_state_store(
 
 
 def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
-    """The first one between a store's tensors (dtype and bytes) and those of a layout."""
+    """Describe the first difference between a store's tensors (dtype and bytes) and those of a layout."""
     kinds = {unit.key: ("weights", layout.weights, layout.unit_numel(unit)) for unit in layout.units}
     kinds |= {piece.key: ("states", layout.stored_states, layout.states_numel(piece)) for piece in layout.pieces}
     for key in kinds.keys() & there.keys():
         (what, dtype, _), (found, _) = kinds[key], there[key]
         if found != (wanted := str(dtype).removeprefix("torch.")):
-            of_states = {"uint8": "int8"} if what == "states" else {}  # 8-bit moments by the name that asks for them
+            of_states = {"uint8": "int8"} if what == "states" else {}  # 8-bit moments, by the name of their option
             found, wanted = of_states.get(found, found), of_states.get(wanted, wanted)
             return f"its {what} are {found}, and this model's {wanted}"
     if extra := next((key for key in there if key not in kinds), None):
@@ -102,10 +103,10 @@ def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
 
 
 def matches_layout(folder: str | os.PathLike[str], layout: Layout) -> bool:
-    """Whether the states in the folder are those of this layout."""
+    """Return whether the states in the folder are those of this layout."""
     return owner_of(folder) == owner_tag(layout)
 
 
 def owner_tag(layout: Layout) -> str:
-    """What a store's states are of."""
+    """Return the string that identifies the layout of a store's states (`owner` of `StateStore`)."""
     return f"streaming engine {layout.digest}"

@@ -1,7 +1,7 @@
-"""A block's operators: what they cost, and results that are put in their place when the block is computed again.
+"""Measures the cost of a block's operators, and replaces operators with kept results when the block is recomputed.
 
-Only products are looked at (matrix products and attention): all others cost nothing next to them (LoHan, Eq. 6). A
-result that was kept is what the recomputation would have made, to the bit; it goes on through autograd like that.
+Only products are considered (matrix products and attention): the cost of all others is negligible (LoHan, Eq. 6). A
+kept result equals what the recomputation would compute, to the bit, and autograd uses it in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memascend.engine.device import Generators
 
 @dataclass(frozen=True)
 class Seen:
-    """A product as a forward pass ran it. `nbytes`: of what it leaves; 0: that cannot be put in its place."""
+    """A product as a forward pass ran it. `nbytes`: size of its result; 0 if the result cannot replace the product."""
 
     name: str
     flops: int
@@ -35,13 +35,13 @@ class Seen:
 
 @dataclass
 class Taken:
-    """Of one forward pass: its products in their order, and the results that were taken, by their number."""
+    """The names of one forward pass's products, in order, and the results that were taken, by the product's number."""
 
     names: list[str] = field(default_factory=list)
     results: dict[int, _Result] = field(default_factory=dict)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them; they are let go of here."""
+        """Return the tensors of all results, and drop the references to them here."""
         found = []
         for result in self.results.values():
             found += result.tensors
@@ -54,7 +54,7 @@ class Taken:
             result.tensors = [next(rest) for _ in range(result.count)]
 
 
-_TENSOR = object()  # stands where one belongs; None is what an undefined one comes as (flash attention's on a GPU)
+_TENSOR = object()  # marks a tensor among the leaves, since None is an undefined tensor (flash attention on a GPU)
 
 
 @dataclass
@@ -63,17 +63,17 @@ class _Result:
     spec: Any
     tensors: list[torch.Tensor]
     count: int = 0
-    changed: bool = False  # in place, later on in the block
+    changed: bool = False  # whether the block changes it in place later
 
     def rebuilt(self) -> Any:
-        # New tensors: autograd makes what it gets here the result of a node of its graph.
+        # New tensors, since autograd makes the returned ones results of a node of its graph.
         given = iter([each.clone() if self.changed else each.detach() for each in self.tensors])
         return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
 class _OfAPass(TorchDispatchMode):
-    """Around one pass. One that Ctrl-C has left on torch's stack, between two bytecodes, does nothing afterwards, and
-    goes with the next pass, or when the step is given up."""
+    """A dispatch mode for the time of one pass. If Ctrl-C, between two bytecodes, leaves it on torch's stack, it does
+    nothing from then on, and is removed at the next pass or when the step is given up."""
 
     _is_over = False
 
@@ -96,7 +96,7 @@ class _OfAPass(TorchDispatchMode):
 
 
 def take_off_left_over() -> None:
-    """Take modes of passes that are over, which Ctrl-C has left there, off the thread's stack."""
+    """Remove modes of finished passes, which Ctrl-C has left behind, from the thread's stack."""
     over = [isinstance(each, _OfAPass) and each._is_over for each in _get_current_dispatch_mode_stack()]
     if True not in over:
         return
@@ -108,14 +108,14 @@ def take_off_left_over() -> None:
             continue
         try:
             mode.__exit__(None, None, None)
-        except IndexError:  # it was interrupted in the middle of this
+        except IndexError:  # its `__exit__` was interrupted before
             _pop_mode()
     for mode in reversed(others):
         _push_mode(mode)
 
 
 class Measuring(_OfAPass):
-    """Finds out what the products of a pass cost."""
+    """Measures the FLOP and result sizes of a pass's products, in `seen`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Measuring(_OfAPass):
 
 
 class Taking(_OfAPass):
-    """Takes the results of the products `chosen`, by number; one that is changed in place later is copied before."""
+    """Takes the results of the products with the numbers `chosen`; a result is copied before it is changed in place."""
 
     def __init__(self, chosen: frozenset[int]) -> None:
         super().__init__()
@@ -166,8 +166,8 @@ class Taking(_OfAPass):
 
 
 class Replaying(_OfAPass):
-    """Puts what was taken in the place of its products. Raises RuntimeError for a pass of other products, at the first
-    of them."""
+    """Replaces products with the results that were taken. Raises RuntimeError at the first product that differs from
+    the forward pass's."""
 
     def __init__(self, taken: Taken, where: str) -> None:
         super().__init__()
@@ -188,7 +188,8 @@ class Replaying(_OfAPass):
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """The result, and whether it is a new tensor that took no random numbers: leaving it out later changes no other."""
+    """Run an operator, and return its result and whether it may be replaced later: it changes no tensor in place and
+    draws no random numbers."""
     if not (is_product(func) and torch.Tag.nondeterministic_seeded in func.tags):
         return func(*args, **kwargs), not func._schema.is_mutable
     device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
@@ -198,7 +199,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
 
 
 def is_product(func: Any) -> bool:
-    """Whether an operator is a product; none of a backward pass is asked for."""
+    """Return whether an operator of a forward pass is a product."""
     return func._overloadpacket in flop_registry or "scaled_dot_product" in func._overloadpacket.__name__
 
 

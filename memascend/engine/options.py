@@ -1,4 +1,4 @@
-"""What may be chosen of a streaming engine."""
+"""Options of a streaming engine."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from memascend.swapping import RULES
 
 ARMS = ("optimized", "naive", "none")  # how gradients go into the states: see `memascend.engine.updates`
 STATES = (torch.float32, torch.bfloat16, torch.int8)
-# By what `memascend train` calls them; with `ssd` the inputs wait on the tier, too.
+# By their names in `memascend train`; `ssd` also keeps the inputs of blocks on the tier.
 CHECKPOINTS = {"offloaded": "tier", "ssd": "tier", "plain": "device"}
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How a model is streamed; immutable.
+    """Options of how a model is streamed; immutable.
 
     Args:
-        arm: how gradients go into the states: `optimized` (reads, updates and writes overlap while backward goes on),
-            `naive` (one after the other) or `none` (after backward); see `memascend.engine.updates`.
-        accumulate: backward passes in a step, at least 1. With more than one, gradients wait on the tier.
-        clip: the largest 2-norm of all gradients; 0 for any. Gradients wait on the tier for it, except in steps that
-            can be done again (`memascend.engine.speculation`).
-        wait: gradients wait on the tier until `step()`, for a loop that looks at them or clips them by itself.
+        arm: how gradients are applied to the states: `optimized` (reads, updates and writes overlap during backward),
+            `naive` (one after the other during backward) or `none` (after backward); see `memascend.engine.updates`.
+        accumulate: backward passes per step, at least 1. With more than one, gradients wait on the tier.
+        clip: the largest 2-norm of all gradients; 0 for no limit. Gradients wait on the tier for their norm, except in
+            steps that can be done again (`memascend.engine.speculation`).
+        wait: gradients wait on the tier until `step()`, for a loop that reads or clips them itself.
         checkpoints: where the inputs of blocks wait for backward: `tier` (the SSD) or `device` (its memory).
-        states: dtype of moments and master weights: torch.float32, or torch.bfloat16 (rounded stochastically; for
-            weights of 16 bits alone), or torch.int8: weights of bfloat16 alone, rounded stochastically, are the only
-            master, and both moments are 8-bit codes (`memascend.ops.adamw8`): 4.1 bytes per parameter. Bits are
-            those of `AdamW8bit(model.parameters(), seed=ROUNDING_SEED)`, which numbers elements in that order too.
+        states: dtype of moments and master weights: torch.float32; torch.bfloat16 (stochastically rounded, only for
+            16-bit weights); or torch.int8 (only for bfloat16 weights, which are stochastically rounded and the only
+            master, with both moments as 8-bit codes, see `memascend.ops.adamw8`: 4.1 bytes per parameter). With int8
+            results equal those of `AdamW8bit(model.parameters(), seed=ROUNDING_SEED)` to the bit, which numbers
+            elements in the same order.
         gradients: dtype of gradients that wait: torch.float32, bfloat16 or float16.
-        zero_missing: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's flat groups; else
-            it is left as it is, as torch.optim does.
-        measure: find out how fast a step could be (`StreamingEngine.limit`); the first step profiles each block.
-        swap: results inside of blocks that are swapped to the SSD in place of being computed again, decided after the
-            first step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes
-            per pass, or a share such as `50%`. None: none.
-        swap_room: bytes of host memory that these may take before the SSD has them, also as a text such as `1GiB`.
-        blocks_in_flight: slots in host memory for blocks of one size, at least 1.
-        piece_elements: elements of a piece of states at most (see `make_layout`). None: those of the largest block, but
-            no more than 16.8 million.
-        versions: of the states on the tier: 2, or 1 with the step's gradients next to it
-            (`memascend.engine.in_place_update`). None: two if the disk has space for them.
-        redo: with one version, whether a step that a kill cuts off can be done again. Else its gradients do not wait
-            for that, and a kill in the middle of a step leaves incomplete states (`InterruptedUpdate`); so do an error
-            in a backward pass that uses gradients as they come, and a gradient that is infinite or NaN there.
-        device: what computes, whose memory holds copies of the weights that are at work (such as "cuda"). None: where
-            the model's parameters are.
-        implicit_step: each forward pass with a graph completes the step before it (LoHan, Fig. 4b: a loop without
-            `optimizer.step()`). Without it such a pass is refused where the step's updates have begun.
-        unfreezes: parameters in the optimizer's groups that are frozen when it is made may be trained later: they get
-            states, and a step writes them with what else of their block it trains (see `streaming.optimizer`).
+        zero_missing: a parameter without a gradient in a step is updated with zeros, as in ZeRO's flat groups;
+            otherwise it stays unchanged, as in torch.optim.
+        measure: measure how fast a step could be (`StreamingEngine.limit`); the first step profiles each block.
+        swap: which results inside of blocks are swapped to the SSD instead of being recomputed, decided after the first
+            step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes per
+            pass, or a share such as `50%`. None: nothing is swapped.
+        swap_room: bytes of host memory that swapped results fill before they go to the SSD, also as a text like `1GiB`.
+        blocks_in_flight: number of slots in host memory for blocks of one size, at least 1.
+        piece_elements: the largest number of elements in a piece of states (see `make_layout`). None: that of the
+            largest block, at most 16.8 million.
+        versions: versions of the states on the tier: 2, or 1 together with the step's gradients
+            (`memascend.engine.in_place_update`). None: 2 if they fit on the disk, otherwise 1.
+        redo: with one version, whether a step that a kill cuts off can be redone. If not, its gradients do not wait for
+            that, and a kill in the middle of a step leaves incomplete states (`InterruptedUpdate`); so do an error in a
+            backward pass that uses gradients as they arrive, and an infinite or NaN gradient in such a pass.
+        device: the device that computes, such as "cuda"; its memory has copies of the weights in use. None: the device
+            of the model's parameters.
+        implicit_step: each forward pass with a graph completes the previous step (LoHan, Fig. 4b: a loop without
+            `optimizer.step()`). Without it, such a pass raises an error once updates of the step have begun.
+        unfreezes: parameters in the optimizer's groups that are frozen when it is created may be trained later: they
+            get states, and each step writes them with the trained part of their block (see `streaming.optimizer`).
 
     Raises:
-        ValueError: a value of another type, an unknown word, a number out of range; it names the option.
+        ValueError: a value of the wrong type, an unknown word, or a number out of range; the message names the option.
 
     Example:
 
@@ -122,7 +123,7 @@ class EngineOptions:
 
     @property
     def profiles(self) -> bool:
-        """Whether rates and the blocks' times are measured."""
+        """Whether the rates of I/O and AdamW and the times of blocks are measured."""
         return self.measure or self.swap is not None
 
     @property
@@ -131,17 +132,17 @@ class EngineOptions:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait on the tier until all of a step have come."""
+        """Whether gradients wait on the tier until all gradients of a step have arrived."""
         return self.arm == "none" or self.clip > 0 or self.wait or self.redoes
 
     @property
     def redoes(self) -> bool:
-        """Whether a step replaces the states in parts, and is done again where that is cut off."""
+        """Whether a step replaces the states in parts and is redone after an interruption."""
         return self.versions == 1 and self.redo
 
     @property
     def replaces_without_redo(self) -> bool:
-        """Whether a step replaces the states in parts, which are of no use where that is cut off."""
+        """Whether a step replaces the states in parts, which are unusable after an interruption."""
         return self.versions == 1 and not self.redo
 
 
@@ -158,5 +159,5 @@ def _computes(device: object) -> bool:
         return True
     try:
         return isinstance(device, str | torch.device) and torch.device(device).type != "meta"
-    except RuntimeError:  # a name that torch does not know
+    except RuntimeError:  # an unknown device name
         return False

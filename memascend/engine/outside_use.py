@@ -1,11 +1,12 @@
-"""Parameters that a model uses outside of the forward pass of the module that owns them.
+"""Detection of parameters that a model uses outside of the forward pass of the module that owns them.
 
-A streamed parameter has its values while its module runs. A model that takes another module's weight (a tied head as
-`F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the NaN that stands there. The first
-forward pass with a graph and the first one without are watched, operator by operator; in later ones a placeholder asks
-by itself (`placeholder_parameters`), which costs a model without such uses nothing. What is found in use belongs to the
-model's forward from there on: its unit is in memory for the whole pass, and until backward has ended. A block's
-weights, and a matrix that comes by slices, cannot be, and are refused; so is a change in place, which would not last.
+A streamed parameter has its values only while its module runs. A model that uses another module's weight (a tied head
+as `F.linear(x, self.embedding.weight)` in the model's own forward) would compute with the placeholder's NaN. The first
+forward pass with a graph and the first one without are observed operator by operator; in later passes the placeholder
+itself reports such uses (`placeholder_parameters`), which costs a model without them nothing. A parameter found this
+way is kept in memory with its unit for the whole forward pass of the model, and until backward has ended. This is not
+possible for a block's weights or a matrix that is streamed in slices, which raise NotStreamable; so does an in-place
+change, which would be lost.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from memascend.storage.interrupts import whole
 
 
 class KeptForBackward(Protocol):
-    """Where units go that a backward pass needs, as `ModelHooks` has them."""
+    """Keeps units that a backward pass needs, as `ModelHooks` does."""
 
-    # Forward passes of the model that are in progress: without a graph what they hold; None: with one.
+    # Forward passes of the model in progress: the units that a pass without a graph keeps; None for one with a graph.
     model_passes: list[list[Unit] | None]
 
     def keep(self, unit: Unit) -> None:
-        """A use of the unit lasts until backward has ended."""
+        """Extend a use of the unit until backward has ended."""
 
 
 class OutsideUse:
-    """Of one engine on its model: what is found, and from then on taken with each forward pass. Not thread-safe."""
+    """Finds outside uses in one engine's model, and keeps the units found in memory during each later forward pass. Not
+    thread-safe."""
 
     def __init__(self, model: nn.Module, weights: UnitWeights, kept: KeptForBackward) -> None:
         self._weights, self._kept = weights, kept
@@ -45,10 +47,10 @@ class OutsideUse:
             if unit.kind in (Kind.RESIDENT, Kind.LOOKED_UP)
             for _, parameter in weights.units.pairs(unit)
         }
-        self._found: dict[bool, dict[str, Unit]] = {True: {}, False: {}}  # in passes with a graph, and without
+        self._found: dict[bool, dict[str, Unit]] = {True: {}, False: {}}  # by whether the pass has a graph
         self._to_come = {True, False}
         self._watch: _Watching | None = None
-        self._watched: tuple[int, int] = 0, 0  # the pass that is watched: among which, and its depth
+        self._watched: tuple[int, int] = 0, 0  # the observed pass: the id of its list of passes, and its depth in it
         before = model.register_forward_pre_hook(self._begin)
         after = model.register_forward_hook(self._end, always_call=True)
         self._hooks = before, after
@@ -58,12 +60,12 @@ class OutsideUse:
         return self._kept.model_passes
 
     def close(self) -> None:
-        """Take the hooks away. Idempotent."""
+        """Remove the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
 
     def end_cut_off(self) -> None:
-        """Forward passes that were left by what is no Exception, for which torch calls no hooks."""
+        """End forward passes that were left by a BaseException such as Ctrl-C, for which torch calls no hooks."""
         while self._passes:
             self._end()
 
@@ -80,7 +82,7 @@ class OutsideUse:
 
     @whole
     def _end(self, *_: Any) -> None:
-        if not self._passes:  # another hook's error came before `_begin`
+        if not self._passes:  # another hook raised an error before `_begin` was called
             return
         if self._watch is not None and self._watched == (id(self._passes), len(self._passes)):
             watch, self._watch = self._watch, None
@@ -96,7 +98,8 @@ class OutsideUse:
             self._passes[-1].append(unit)
 
     def hold(self, parameter: nn.Parameter) -> bool:
-        """Values for a parameter that is in use in a forward pass of the model; False where there cannot be any."""
+        """Give a parameter its values for the rest of the model's forward pass, and until backward has ended if the
+        pass has a graph. Return False if that is impossible."""
         unit = self._units.get(parameter)
         if unit is None or not self._passes:
             return False
@@ -106,15 +109,15 @@ class OutsideUse:
 
 
 class _Watching(TorchDispatchMode):
-    gives_values = True  # to parameters at rest, see `placeholder_parameters`
+    gives_values = True  # this mode gives values to empty parameters, see `placeholder_parameters`
 
     def __init__(self, weights: UnitWeights, hold: Callable[[nn.Parameter], bool]) -> None:
         super().__init__()
         self._names: Mapping[nn.Parameter, str] = weights.units.names
         self._nothing = weights.nothing.untyped_storage()._cdata
         self._hold = hold
-        self._viewed: dict[str, None] = {}  # parameters of which a view was made
-        self._filled: dict[int, str] = {}  # names of those that got values, by their storage
+        self._viewed: dict[str, None] = {}  # names of parameters of which a view was made
+        self._filled: dict[int, str] = {}  # names of parameters that got values, by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
@@ -146,7 +149,7 @@ class _Watching(TorchDispatchMode):
 
     def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
         name = self._names.get(tensor)
-        if func.is_view or func._overloadpacket.__name__ == "detach":  # whoever uses the result is refused
+        if func.is_view or func._overloadpacket.__name__ == "detach":  # an error is raised when the result is used
             self._viewed.update({} if name is None else {name: None})
             return
         which = name or self._some_viewed()
@@ -158,19 +161,19 @@ class _Watching(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Another one for each memory; 0: there is none."""
+    """Return an id of the tensor's storage, or 0 if it has none."""
     return tensor.untyped_storage()._cdata if tensor.numel() and tensor.layout == torch.strided else 0
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """What an operator changes in place."""
+    """Yield the tensors that an operator changes in place."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
 def _looks_at_no_value(func: Any) -> bool:
-    """`x.new_zeros(...)` and `torch.empty_like(x)` take a tensor for its type and shape, and so does an assignment to
-    `x.data` in inference mode."""
+    """Return whether an operator uses only the dtype and shape of its tensors, as `x.new_zeros(...)` and
+    `torch.empty_like(x)` do, and an assignment to `x.data` in inference mode."""
     name = func._overloadpacket.__name__
     return name.startswith("new_") or name.endswith("_like") or name == "_has_compatible_shallow_copy_type"

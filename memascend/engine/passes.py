@@ -1,4 +1,4 @@
-"""Forward and backward passes of an engine's model: what its hooks and its blocks call."""
+"""Forward and backward passes of an engine's model: the methods that its hooks and its blocks call."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from memascend.storage.interrupts import whole
 
 
 class PassRuntime(GradientAccess):
-    """Which units are needed when, and where gradients go.
+    """The layer of the engine that follows passes: which units are needed when, and where gradients go.
 
-    Hooks of autograd call into here in the middle of a user's `backward()`, also from nested ones (reentrant
-    checkpoints). So a pass is not what is on Python's stack but what `at_work` says: it begins with the first block
-    entered and ends with the callback that autograd's engine calls last.
+    Autograd's hooks call these methods in the middle of a user's `backward()`, also in nested backward passes
+    (reentrant checkpoints). So the state of a pass is not Python's stack but `at_work`: a backward pass begins with the
+    first gradient of a result or the first block that is recomputed, and ends with the callback that autograd's engine
+    calls last.
     """
 
     @whole
     def model_begins(self, *_: Any) -> None:
-        """A forward pass: with `implicit_step` (LoHan, Fig. 4b) it is also the end of the step before."""
+        """Begin a forward pass of the model; with `implicit_step` (LoHan, Fig. 4b) it first completes the previous
+        step."""
         alone = self._together is None and torch._C._current_graph_task_id() == -1
         if alone and self._in_forward and not _is_nested(self.model):
             self._hooks.end_cut_off()
@@ -67,7 +69,8 @@ class PassRuntime(GradientAccess):
         if not torch.is_grad_enabled():
             self._stream.release_idle()
             return
-        # A backward pass begins here, and not inside of one that a checkpoint around several blocks runs.
+        # These hooks begin the backward pass in the user's own backward(), before the nested one that a checkpoint
+        # around several blocks runs.
         engine, generation = weakref.ref(self), self.generation
 
         def begin(_: torch.Tensor) -> None:
@@ -91,7 +94,7 @@ class PassRuntime(GradientAccess):
     def entered(self, unit: Unit) -> None:
         uses = self.at_work.uses
         uses[unit.key] = uses.get(unit.key, 0) + 1
-        if torch._C._current_graph_task_id() != -1:  # in a checkpoint's part of the user's backward pass
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the block within the user's backward pass
             if self._together is not None:
                 raise NotStreamable(
                     f"{unit.key} is recomputed by a checkpoint around it: run micro-batches one after the other "
@@ -100,7 +103,7 @@ class PassRuntime(GradientAccess):
             if self._looking is not None:
                 self._looking.why = "blocks are computed again by checkpoints around them"
             self.backward_begins()
-        if self._visits is None:  # a part of the model is called alone
+        if self._visits is None:  # a part of the model was called without the model's own forward
             self._begin_pass()
         if self._together is None:
             assert self._visits is not None
@@ -112,8 +115,9 @@ class PassRuntime(GradientAccess):
 
     @whole
     def backward_begins(self, generation: int | None = None) -> None:
-        """In the user's backward pass, not in a block's own: `_backward_ends` follows, if no error does.
-        `generation`: of the weights that its graph was made with."""
+        """Begin the user's backward pass, unless it has begun; `_backward_ends` follows unless an error occurs.
+        `generation`: that of the weights with which its graph was made. Raises OldGraph if they were replaced since,
+        and RuntimeError for a backward pass that the step does not have."""
         if generation not in (None, self.generation):
             raise OldGraph("the model")
         if not self.at_work.backward_begun:
@@ -154,8 +158,8 @@ class PassRuntime(GradientAccess):
 
     def comes_again(self, unit: Unit) -> bool:
         if self.visits.is_nested_in(unit):
-            return True  # a checkpoint inside of the block: the rest of the gradient follows
-        return self.at_work.uses.get(unit.key, 0) > 1  # the same layer
+            return True  # a checkpoint inside of the block: the rest of its gradient follows
+        return self.at_work.uses.get(unit.key, 0) > 1  # the same layer is used more than once
 
     def require_not_updated(self, unit: Unit) -> None:
         if self.updates.has_begun(unit):
@@ -166,7 +170,7 @@ class PassRuntime(GradientAccess):
 
     @whole
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
-        """A gradient of this pass, whole."""
+        """Take a part's complete gradient of this pass. Raises NotStreamable for a sparse gradient."""
         if gradient.layout != torch.strided:
             raise NotStreamable(f"the gradient of {part.name} is sparse: use a dense one (sparse=False)")
         self.at_work.got_gradients = True
@@ -189,23 +193,23 @@ class PassRuntime(GradientAccess):
             self.at_work.ended = self.at_work.got_gradients
             return
         self._profile.end_backward()
-        if not self.at_work.got_gradients:  # torch.autograd.grad of inputs or activations is no pass of the step
+        if not self.at_work.got_gradients:  # torch.autograd.grad of inputs or activations does not count as a pass
             self._visits = None
             return
         self._passes_end()
 
     def _passes_end(self) -> None:
-        """Of a backward pass, or of all that were in progress together."""
+        """Finish a backward pass, or all backward passes that were running side by side."""
         self.updates.end_pass(wait=self._waits or not self._is_last, last=self._is_last)
         self.gradients.whole = frozenset(self.updates.arrived)
         self._passes += self._side_by_side
         self._pattern, self._visits = self._visits or [], None
-        if self._passes >= self.options.accumulate:  # until then another pass's graph may need them
+        if self._passes >= self.options.accumulate:  # before that, the graph of another pass may need the kept units
             self._hooks.give_back_kept()
 
 
 def _is_nested(model: nn.Module) -> bool:
-    """In the model's forward pass: whether another one of it is in progress around it."""
+    """Return whether the model's forward pass is running inside of another forward pass of the same model."""
     frame: types.FrameType | None = sys._getframe()
     calls = 0
     while frame is not None:

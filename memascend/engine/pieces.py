@@ -1,9 +1,9 @@
-"""What has become of each piece of the optimizer states in the current step: one record each, in one place.
+"""The state of each piece of the optimizer states in the current step, in one record per piece.
 
     WAITING -> ARRIVED -> SPILLED -> SUMMED -> UPDATED -> WRITTEN
 
-Gradients that need not wait go from ARRIVED to UPDATED; a further backward pass brings a SPILLED piece to ARRIVED
-again; a piece that gets no gradient goes from WAITING to UPDATED, with zeros or as it is.
+Gradients that need not wait go from ARRIVED to UPDATED; another backward pass moves a SPILLED piece to ARRIVED again; a
+piece without a gradient goes from WAITING to UPDATED, updated with zeros or unchanged.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 from memascend.engine.layout import Layout, Piece, Unit
 
-Gradients = dict[tuple[str, int], torch.Tensor]  # flat, by the key of the part
+Gradients = dict[tuple[str, int], torch.Tensor]  # flat gradients, by the key of their part
 
 
 class PieceState(enum.Enum):
-    WAITING = "waiting"  # no gradient has come in this pass, nor in an earlier one
+    WAITING = "waiting"  # no gradient has arrived in this step
     ARRIVED = "arrived"  # gradients of this pass are in memory
-    SPILLED = "spilled"  # those that have come are on the tier, or on their way there
-    SUMMED = "summed"  # no more will come; their squares are in the norm
-    UPDATED = "updated"  # its update has begun, or it is left as it is
-    WRITTEN = "written"  # its states are on their way to the tier; its weights go when all of its unit are done
+    SPILLED = "spilled"  # the gradients so far are on the tier, or being written to it
+    SUMMED = "summed"  # all gradients have arrived, and their squares are in the norm or about to be added
+    UPDATED = "updated"  # its update has begun, or it stays unchanged
+    WRITTEN = "written"  # the write of its states has begun; its weights are written when all of its unit are done
 
 
 _NEXT = {
@@ -44,15 +44,15 @@ _BEGUN = {PieceState.UPDATED, PieceState.WRITTEN}
 @dataclass
 class _Record:
     state: PieceState = PieceState.WAITING
-    gradients: Gradients = field(default_factory=dict)  # of this pass, until they are handed over
-    on_tier: bool = False  # gradients of this step are there
+    gradients: Gradients = field(default_factory=dict)  # gradients of this pass, until `take`
+    on_tier: bool = False  # whether gradients of this step are on the tier
 
 
 class StepPieces:
     """The pieces of a layout in one step, and the units whose weights are kept in memory for their updates.
 
-    Thread-safe. Every change goes by `move`, which raises AssertionError, with the piece's name, for one that the
-    diagram above does not have.
+    Thread-safe. Every change of a state is checked: one that the diagram above does not allow raises AssertionError
+    with the piece's name.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -60,7 +60,7 @@ class StepPieces:
         self._units = {unit.key: unit for unit in layout.units}
         self._records = {piece.key: _Record() for piece in layout.pieces}
         self._begun = 0
-        self._open: set[str] = set()  # units
+        self._open: set[str] = set()  # keys of units
 
     def state(self, piece: Piece) -> PieceState:
         return self._records[piece.key].state
@@ -80,7 +80,7 @@ class StepPieces:
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def add(self, piece: Piece, part: tuple[str, int], gradient: torch.Tensor) -> bool:
-        """A part's gradient of this pass, flat; whether all of the piece's have come."""
+        """Add a part's flat gradient of this pass; return whether the piece now has those of all its parts."""
         with self._lock:
             record = self._records[piece.key]
             if part in record.gradients:
@@ -91,22 +91,22 @@ class StepPieces:
             return len(record.gradients) == len(piece.runs)
 
     def takes_no_more(self, piece: Piece, part: tuple[str, int]) -> bool:
-        """Whether a gradient of that part would come too late, or as a second one in this pass."""
+        """Return whether a gradient of that part would be too late, or the second one in this pass."""
         record = self._records[piece.key]
         return record.state not in _TAKES or part in record.gradients
 
     def take(self, piece: Piece) -> Gradients:
-        """Those of this pass; the record has none afterwards."""
+        """Remove and return the gradients of this pass."""
         record = self._records[piece.key]
         found, record.gradients = record.gradients, {}
         return found
 
     def is_on_tier(self, piece: Piece) -> bool:
-        """Whether gradients of this step wait there."""
+        """Return whether gradients of this step are on the tier."""
         return self._records[piece.key].on_tier
 
     def set_on_tier(self, pieces: Iterable[Piece]) -> None:
-        """Their gradients are there already, from an earlier process."""
+        """Mark pieces whose gradients an earlier process has left on the tier."""
         for piece in pieces:
             self._records[piece.key].state = PieceState.SPILLED
             self._records[piece.key].on_tier = True
@@ -115,14 +115,14 @@ class StepPieces:
 
     @property
     def any_begun(self) -> bool:
-        """Whether an update has: weights and states may be neither those before this step nor after it."""
+        """Whether an update has begun, so that weights and states may mix those before and after this step."""
         return self._begun > 0
 
     def has_begun(self, piece: Piece) -> bool:
         return self.state(piece) in _BEGUN
 
     def open(self, unit: str) -> bool:
-        """Note that a unit's weights are kept in memory for its updates; False: they are already."""
+        """Note that a unit's weights are kept in memory for its updates; return False if they already are."""
         with self._lock:
             if unit in self._open:
                 return False
@@ -130,7 +130,7 @@ class StepPieces:
             return True
 
     def close(self, unit: str) -> bool:
-        """They are kept no longer; False: they were not."""
+        """Note that a unit's weights are no longer kept; return False if they were not."""
         with self._lock:
             if unit not in self._open:
                 return False
@@ -146,5 +146,5 @@ class StepPieces:
             return list(self._open)
 
     def is_written(self, unit: Unit) -> bool:
-        """Whether nothing is left to do with its weights."""
+        """Return whether all pieces of a unit are done, so that its weights can be written."""
         return all(self.state(piece) is PieceState.WRITTEN for piece in unit.pieces)

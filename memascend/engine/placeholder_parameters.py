@@ -1,8 +1,9 @@
-"""A streamed parameter while it is not at work: what looks at its values is refused in one line.
+"""Placeholders: streamed parameters that are not in use, which raise an error when their values are read.
 
-Its memory is one NaN then, and `p.norm()`, an average over `p.data` or `parameters_to_vector(...)` would be NaN without
-a word. So its class is another one while it rests, whom torch asks about every function that gets it
-(`__torch_function__`). At work it has a class of which torch asks nothing: forward and backward passes cost nothing.
+Their memory is a single NaN, so that `p.norm()`, an average over `p.data` or `parameters_to_vector(...)` would silently
+return NaN. So a parameter has another class while it is not in use, one whose `__torch_function__` torch calls for
+every function with such an argument. In use it has its own class again, so that forward and backward passes cost
+nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ _OF_TYPE_AND_SHAPE = {
 _SET_DATA = torch.Tensor.data.__set__
 _PROPERTIES = ("__get__", "__set__", "__delete__")
 
-# Inside of functions of torch's that pass by each parameter, and whose results are looked after.
+# Set inside of torch functions that go through all parameters and whose results are handled separately.
 placeholders_allowed = ContextVar("placeholders_allowed", default=False)
 
 
 class Placeholder:
-    """Mixed into the class of a tensor over the NaN. `_refuse` makes the error, with the tensor's name; `_gets_values`
-    says whether it is at work from now on, in a forward pass of the model that uses it outside of its module's."""
+    """Mixin for the class of a tensor over the NaN. `_refuse` returns the error, with the tensor's name. `_gets_values`
+    gives the tensor its values if a forward pass of the model uses it outside of its module's forward, and returns
+    whether it did."""
 
     _refuse: Callable[..., Exception]
     _gets_values: Callable[[], bool]
@@ -42,7 +44,7 @@ class Placeholder:
         name = function.__name__
         if function == _SET_DATA and not placeholders_allowed.get():
             raise args[0]._refuse("an assignment to data")
-        moves = name in _PROPERTIES or name == "detach"  # whoever uses the result is refused
+        moves = name in _PROPERTIES or name == "detach"  # an error is raised when the result is used
         if not (moves or _takes_no_value(name, args) or placeholders_allowed.get() or _is_watched()):
             tensors = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, Placeholder)]
             if _changes(name) or not all(each._gets_values() for each in tensors):
@@ -60,7 +62,7 @@ class Placeholder:
 
 
 class _View(Placeholder, torch.Tensor):
-    """`p.data` or `p.detach()` of a parameter at rest."""
+    """The result of `p.data` or `p.detach()` of a parameter that is not in use."""
 
     def _gets_values(self) -> bool:
         return False
@@ -76,13 +78,14 @@ def _takes_no_value(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def _changes(name: str) -> bool:
-    """In place: it would not last."""
+    """Return whether a function changes its argument in place; such a change would be lost."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__"))
 
 
 def _is_watched() -> bool:
-    """Whether a first forward pass is (`outside_use`), which gives values to what is used outside of its module."""
+    """Return whether a first forward pass is being observed (`outside_use`), which gives values to parameters that are
+    used outside of their module."""
     return any(getattr(mode, "gives_values", False) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -97,5 +100,5 @@ def _flat(args: Any) -> list[Any]:
 
 @functools.cache
 def placeholder_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class that a parameter of class `kind` has while it rests."""
+    """Return the class that a parameter of class `kind` has while it is not in use."""
     return type(kind.__name__, (Placeholder, kind), {"__module__": kind.__module__})

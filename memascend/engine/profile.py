@@ -1,5 +1,5 @@
-"""How fast steps are and how fast they could be (`memascend.engine.limit`): what a step takes, block by block and phase
-by phase, and what the path and AdamW reach."""
+"""Profile of a model's steps: the time of each block and phase, and the rates of storage and AdamW, from which
+`memascend.engine.limit` derives how fast a step could be."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from memascend.storage.tier import Transferred
 
 log = logging.getLogger("memascend")
 
-_TRIES = 3  # the best counts
+_TRIES = 3  # measurements of a rate, of which the best counts
 
 
 class StepProfile:
-    """Of one model's steps. Not thread-safe. Nothing is measured unless it is `on`.
+    """Measures one model's steps. Not thread-safe. Nothing is measured unless it is `on`.
 
-    `moved()`: bytes read and written so far. `again(unit)`: the share of a block that backward computes again.
-    `device`: what computes.
+    `moved()`: returns the bytes read and written so far. `again(unit)`: returns the share of a block's forward that
+    backward recomputes. `device`: the device that computes.
     """
 
     def __init__(
@@ -41,20 +41,21 @@ class StepProfile:
         self._clock = StepClock(moved)
         self._block_seconds: dict[tuple[int, int], tuple[float, float]] = {}  # forward, backward
         self._entered_s: dict[str, float] = {}
-        self.outside_s = 0.0  # of the modules outside of the blocks, in this forward pass
+        self.outside_s = 0.0  # seconds in modules outside of the blocks, in this forward pass
         self.rates: Rates | None = None
-        self.limit: Limit | None = None  # of the last step
+        self.limit: Limit | None = None  # the last step's limit
 
     # -- blocks and other modules --------------------------------------------------------------------------------------
 
     def took(self, unit: Unit, forward_s: float, backward_s: float) -> None:
-        """A pass through a block, in one direction (inf: the other one); the least of blocks that are alike counts."""
+        """Record the seconds of a pass through a block in one direction, with inf for the other one; the minimum over
+        equal blocks counts."""
         if self._on:
             known = self._block_seconds.get(_alike(unit), (math.inf, math.inf))
             self._block_seconds[_alike(unit)] = min(known[0], forward_s), min(known[1], backward_s)
 
     def blocks_s(self, *, backward: bool = False) -> float:
-        """Seconds of one pass through all blocks, as measured; `backward` with what is computed again."""
+        """Return the measured seconds of one pass through all blocks; with `backward`, including recomputation."""
         total = 0.0
         for unit in self._layout.units:
             if unit.kind is Kind.BLOCK:
@@ -63,14 +64,14 @@ class StepProfile:
         return total
 
     def enters(self, unit: Unit) -> None:
-        """A module outside of the blocks, in forward."""
+        """Record that forward enters a module outside of the blocks."""
         self._entered_s[unit.key] = self.now()
 
     def leaves(self, unit: Unit) -> None:
         self.outside_s += self.now() - self._entered_s[unit.key]
 
     def now(self) -> float:
-        """Seconds; where something is measured, when the device has computed all that it was given."""
+        """Return the time in seconds; if anything is measured, after synchronizing with the device."""
         if self._on:
             synchronize(self._device)
         return time.perf_counter()
@@ -83,18 +84,19 @@ class StepProfile:
             self._clock.begin()
 
     def end_forward(self, *, passes: int = 1) -> None:
-        """Of so many micro-batches, all of which `outside_s` counts."""
+        """End the forward phase of `passes` micro-batches; `outside_s` includes all of them."""
         self.now()
         self._clock.end("forward", compute_s=self.outside_s + passes * self.blocks_s())
 
     def end_backward(self, *, passes: int = 1) -> None:
         self.now()
-        compute = 2 * self.outside_s + passes * self.blocks_s(backward=True)  # twice forward, as products are
+        # Outside of the blocks, backward is taken as twice the forward time, as it is for matrix products.
+        compute = 2 * self.outside_s + passes * self.blocks_s(backward=True)
         self._clock.end("backward", compute_s=compute)
 
     def end_step(self, step: int, updated_in: str, moved: Transferred, fastest: float) -> None:
-        """The step's limit. `updated_in`: the phase that AdamW ran in; `moved`: of the store, with the seconds;
-        `fastest`: elements per second that AdamW has reached."""
+        """Compute the step's limit. `updated_in`: the phase in which AdamW ran. `moved`: bytes and rates of the store.
+        `fastest`: the highest rate of AdamW so far, in elements per second."""
         updated = sum(piece.numel for piece in self._layout.pieces)
         self._clock.end(updated_in, compute_s=0.0, updated=updated)
         phases = self._clock.take()
@@ -106,7 +108,8 @@ class StepProfile:
     # -- rates ---------------------------------------------------------------------------------------------------------
 
     def measure_rates(self, states: WeightStream, store: StateStore, slots: int) -> None:
-        """Of the states' path with as much in flight as the slots hold. Between steps: what is written is forgotten."""
+        """Measure the rates of reading and writing states, with as many pieces in flight as there are `slots`, and of
+        AdamW. Call it between steps: its writes are rolled back."""
         pieces = sorted(self._layout.pieces, key=self._layout.states_numel)[-slots:]
         keys = [piece.key for piece in pieces]
         nbytes = sum(self._layout.states_numel(piece) for piece in pieces) * self._layout.stored_states.itemsize
@@ -128,5 +131,5 @@ class StepProfile:
 
 
 def _alike(unit: Unit) -> tuple[int, int]:
-    """The same for blocks that take the same time."""
+    """Return a key that is equal for blocks which take the same time."""
     return unit.numel, len(unit.parts)

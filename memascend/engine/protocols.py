@@ -1,4 +1,4 @@
-"""What a stream of weights asks of the things around it."""
+"""Interfaces that a stream of weights requires of its storage, its device and its runtime."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 
 
 class Completion(Protocol):
-    """A transfer in flight. Any thread may ask, as often as it likes."""
+    """A transfer in flight. All methods may be called from any thread and repeatedly."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Never waits."""
+        """Return whether the transfer has ended, successfully or not. Never waits."""
 
     def wait(self) -> object:
-        """Until it has ended. Raises its failure, each time it is asked."""
+        """Wait until the transfer has ended. Raises its error, on every call."""
 
     def add_done_callback(self, function: Callable[[Completion], None]) -> object:
-        """Call `function(self)` when it has ended, in any thread; at once, maybe, where it has. It does not block."""
+        """Call `function(self)` when the transfer has ended, in any thread, and possibly at once if it already has. The
+        function must not block."""
 
 
 class Storage(Protocol):
-    """Tensors by key, such as a `memascend.storage.tier.Tier`. Requests are submitted without waiting, from any thread;
-    none needs to be ordered after another.
+    """A storage of tensors by key, such as a `memascend.storage.tier.Tier`. Requests are submitted without waiting,
+    from any thread; they need not be executed in order.
 
-    `tensor` is contiguous, on the CPU, and belongs to the request until the completion has ended. Of requests that
-    wait, those with the larger `priority` go first. A request that cannot even be submitted raises.
+    `tensor` is contiguous, on the CPU, and owned by the request until the completion has ended. Among waiting requests,
+    those with the larger `priority` go first. A request that cannot be submitted raises at once.
     """
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion: ...
@@ -36,7 +37,7 @@ class Storage(Protocol):
 
 
 class Event(Protocol):
-    """A point in a device's work, as torch.cuda.Event: passed when all that was submitted before it has been done."""
+    """A point in a device's work, like torch.cuda.Event: it has passed when all work submitted before it is done."""
 
     def query(self) -> bool: ...
 
@@ -44,20 +45,20 @@ class Event(Protocol):
 
 
 class Use(Enum):
-    """What a tensor in host memory is to its runtime."""
+    """How a runtime uses a tensor in host memory."""
 
-    IDLE = "idle"  # read ahead, or kept for a later visit: nobody works with it
-    NEEDED = "needed"  # somebody reads or fills the buffer: it stays
-    COPIED = "copied"  # the device has its copy (or will, when the event has passed): the buffer may be taken
+    IDLE = "idle"  # read ahead or kept for a later visit, and not in use
+    NEEDED = "needed"  # the buffer is being read or filled, and must stay
+    COPIED = "copied"  # the device has its copy, or will when the event has passed: the buffer may be reused
 
 
 class Owner(Protocol):
-    """A runtime that knows by itself what its tensors are used for.
+    """A runtime that keeps track of the uses of its tensors by itself.
 
-    Both are called with the stream's lock held: they must not wait, and not call back into the stream.
+    Both methods are called while the stream has its lock: they must neither wait nor call back into the stream.
     """
 
     def use_of(self, key: Hashable) -> Use: ...
 
     def dropped(self, key: Hashable, use: Use) -> None:
-        """The tensor has lost its buffer to another one; `use` is what it was until then, IDLE or COPIED."""
+        """Note that the tensor has lost its buffer to another one; `use` is its use until then, IDLE or COPIED."""

@@ -1,4 +1,4 @@
-"""Generators of random numbers whose state can be looked at and put back: Python's, NumPy's, those in attributes."""
+"""Random number generators whose state can be compared and restored: Python's, NumPy's, and those in attributes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class RandomGenerator:
-    """Of random numbers, and its state at one moment."""
+    """A random number generator, and its state at the creation of this object."""
 
     def __init__(self) -> None:
         self._then = self.state()
@@ -41,9 +41,9 @@ class PythonGenerator(RandomGenerator):
 
 
 class NumpyGenerator(RandomGenerator):
-    # The last state, and what the generator's memory held with it: NumPy takes 40 us to tell its state, 60 times as
-    # long as its memory takes to read. That has all of the state but one normal number that waits, if it does. (So a
-    # loop that puts back a state with such a number, which differs from the known one in this alone, is not noticed.)
+    # The last memory contents of the generator, and the state that they stand for: get_state() takes 40 us, 60 times as
+    # long as reading the memory. The memory has the whole state except a cached normal number, if there is one. (So a
+    # loop that restores a state which differs from the known one only in such a number is not detected.)
     _known: tuple[bytes, Any] = b"", None
 
     def state(self) -> Any:
@@ -65,7 +65,7 @@ class NumpyGenerator(RandomGenerator):
 
 
 def _memory_of_numpy_generator() -> bytes:
-    """Its 624 words and its position; nothing where it is not the usual one."""
+    """Return the generator's 624 words and its position as bytes; empty if NumPy's default MT19937 was replaced."""
     generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937:
         return b""
@@ -85,7 +85,7 @@ class _TorchGenerator(RandomGenerator):
 
 
 class _GeneratorInAttribute(RandomGenerator):
-    """`random.Random`, NumPy's `Generator` or `RandomState`."""
+    """A `random.Random`, NumPy `Generator` or NumPy `RandomState`."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator

@@ -1,12 +1,13 @@
-"""Blocks whose weights come and go: forward keeps their inputs alone, backward fetches the weights and computes again.
+"""Recomputation of streamed blocks: forward keeps only a block's inputs; backward fetches its weights and reruns it.
 
-A block's forward pass runs with a graph, as in training in memory; what autograd saves of it is replaced by handles
-(`torch.autograd.graph.saved_tensors_hooks`). The first handle that backward opens, or the first gradient that reaches
-an output of the block, begins the block's *visit*: weights are fetched, the block is computed again from its inputs,
-and the tensors that are saved there answer the handles, in the same order. The visit ends when another block's begins,
-or with the backward pass. So whatever leaves a block by another way than its result (attributes, hooks, objects) is on
-the graph, and gradients are autograd's own. The same idea as torch.utils.checkpoint(use_reentrant=False), from which
-this differs in what a visit owns: the weights' slot, inputs that wait on a tier, products that were kept.
+A block's forward pass runs with a graph, as in training in memory; the tensors that autograd saves are replaced by
+handles (`torch.autograd.graph.saved_tensors_hooks`). The first handle that backward unpacks, or the first gradient that
+reaches an output of the block, begins the block's *visit*: the weights are fetched, the block is recomputed from its
+inputs, and the tensors saved by the recomputation are returned for the handles, in the same order. The visit ends when
+another block's begins, or with the backward pass. So values that leave a block other than by its result (attributes,
+hooks, objects) are on the graph too, and gradients are autograd's own. The idea is that of
+torch.utils.checkpoint(use_reentrant=False); the difference is what a visit owns: the weights' slot, inputs that wait on
+a tier, and results of products that were kept.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from memascend.engine.saved_tensors import Handle, left_by_ctrl_c, memory_of, me
 
 
 class OldGraph(RuntimeError):
-    """Backward goes over a graph whose weights are gone."""
+    """Raised when backward uses a graph whose weights have been replaced since its forward pass."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -45,7 +46,8 @@ class OldGraph(RuntimeError):
 
 
 class _Complete(BaseException):
-    """The recomputation has saved all that backward needs. No Exception: the block's own handlers let it pass."""
+    """Ends a recomputation that has saved all tensors that backward needs. It derives from BaseException, so that
+    `except Exception` in the block does not catch it."""
 
 
 def _no_node() -> None:
@@ -53,12 +55,13 @@ def _no_node() -> None:
 
 
 class BlockPass:
-    """One forward pass of a block with a graph, and its visit in backward. Lives as long as one of its handles does.
+    """One forward pass of a block with a graph, and its visit in backward. Lives as long as any of its handles.
 
-    Why handles and not the tensors: what autograd saves would keep a block's weights and activations in memory until
-    backward. Why they are numbered: a recomputation saves the same tensors in the same order, if nothing that it
-    depends on has changed; where shape, type or samples of values differ, backward stops, since gradients would be
-    silently wrong. Why the recomputation ends with an exception: what comes after the last needed tensor is wasted.
+    Why handles instead of the tensors: the tensors that autograd saves would keep a block's weights and activations in
+    memory until backward. Why handles are numbered: a recomputation saves the same tensors in the same order, provided
+    that nothing it depends on has changed; where shape, dtype, device or sampled values differ, backward raises an
+    error, since gradients would be silently wrong. Why the recomputation ends with an exception: all that follows the
+    last needed tensor would be computed in vain.
     """
 
     _left = _entered = False
@@ -71,9 +74,9 @@ class BlockPass:
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._handles: list[weakref.ref[Handle]] = []
-        self._values: dict[int, torch.Tensor] = {}  # of the visit, by the number of their handle
-        # What the autograd.Function at work has had already. Not the function itself, which holds our handles: an error
-        # may leave the visit open, and nobody would find that cycle.
+        self._values: dict[int, torch.Tensor] = {}  # recomputed tensors of the visit, by the number of their handle
+        # Tensors that the running autograd.Function has already been given. Its node is referenced weakly, since it
+        # holds our handles: an error may leave the visit open, and no garbage collector would find that cycle.
         self._had: tuple[Callable[[], Any], dict[int, torch.Tensor]] = _no_node, {}
         self._in_forward = True
         self._computed_in = -1  # the backward pass in which the block was computed again last
@@ -126,17 +129,18 @@ class BlockPass:
         return results
 
     def _kind_of_call(self, tensors: Sequence[torch.Tensor]) -> Hashable:
-        """Calls that are alike change the same of their arguments."""
+        """Return a key by which calls are grouped: calls with equal keys change the same arguments in place."""
         modes = tuple(module.training for module in self._streamed.modules)
         return modes, tuple((t.dtype, t.dim(), t.requires_grad) for t in tensors)
 
     def _forget_casts(self) -> None:
-        """Autocast's copies of this block's weights would be in memory until the outermost autocast ends."""
+        """Clear autocast's copies of this block's weights, which it would keep until the outermost autocast ends."""
         if self._autocast[0]:
             torch.clear_autocast_cache()
 
     def _inputs_before(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int | None]]:
-        """(what backward will begin with, version) of each: copies of those that the block may change in place."""
+        """Return (the tensor that recomputation starts from, version) of each input: a copy where the block may change
+        it in place. The version is None for inference tensors, which have none."""
         copied = self._streamed.changed_inputs.get(self._call, range(len(tensors)))
         return [
             (t.detach().clone() if n in copied else t.detach(), None if t.is_inference() else t._version)
@@ -163,7 +167,8 @@ class BlockPass:
         return [kept if n in changed else tensors[n].detach() for n, (kept, _) in enumerate(inputs)]
 
     def _keep(self, tensors: list[torch.Tensor], taken: Taken) -> None:
-        """What the recomputation needs: inputs, the first of them on the tier where that is wanted, and products."""
+        """Keep what the recomputation needs: the inputs, of which the first floating-point one may go to the tier
+        (`keep_input`), and the results of products that were taken."""
         self._taken = taken
         first = next((n for n, t in enumerate(tensors) if t.is_floating_point()), None)
         if first is not None:
@@ -171,13 +176,14 @@ class BlockPass:
             if kept is not tensors[first]:
                 self._on_tier = first, kept
                 tensors = [*tensors[:first], *tensors[first + 1 :]]
-        products = [each.detach() for each in taken.tensors()]  # of the graph, which would hold itself by our handles
+        # Detached, since tensors of the graph would keep the graph alive through our handles.
+        products = [each.detach() for each in taken.tensors()]
         self._products = len(products)
         saved: Any = save_on_a_node([*tensors, *products])
         self._source = lambda: list(saved.grad_fn.saved_tensors)
 
     def _await_gradients(self, results: Any, inputs: Sequence[torch.Tensor]) -> None:
-        """The visit begins with the first gradient of a result: before a node of the block looks at a parameter."""
+        """Begin the visit with the first gradient of a result, before any node of the block reads a parameter."""
         passed = weakref.ref(self)
 
         def begin(_: torch.Tensor) -> None:
@@ -206,7 +212,9 @@ class BlockPass:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_visit(self) -> None:
-        """Fetch the weights. The tensors that backward needs are computed when the first of them is asked for."""
+        """Fetch the weights. The tensors that backward needs are recomputed when the first of them is unpacked.
+
+        Raises OldGraph, and NotStreamable for the graph of another micro-batch."""
         if self._generation != self._runtime.generation:
             raise OldGraph(self.unit.key)
         if self._of is not self._runtime.at_work:
@@ -233,8 +241,9 @@ class BlockPass:
         self._values, self._had, self._since = {}, (_no_node, {}), math.inf
 
     def value(self, number: int) -> torch.Tensor:
-        """What the forward pass saved as `number`; the recomputation's memory of it is let go of."""
-        if self._in_forward:  # the block takes a gradient in its forward pass: its weights are there
+        """Return the tensor that the forward pass saved as `number`, recomputed, and drop this object's reference to
+        it. Raises NotStreamable for a gradient of a gradient."""
+        if self._in_forward:  # the block computes a gradient in its forward pass: its weights are in memory
             if number not in self._values:
                 self._recompute()
             return self._values.pop(number)
@@ -245,14 +254,14 @@ class BlockPass:
                 "enable_grad()"
             )
         if self.backward != torch._C._current_graph_task_id() and self._runtime.visits.open is self:
-            self._runtime.visits.end()  # another backward pass over the same graph
+            self._runtime.visits.end()  # the open visit belongs to another backward pass over the same graph
         self._runtime.visits.begin(self)
         node = torch._C._current_autograd_node()
         if not isinstance(node, BackwardCFunction):
             self._had = _no_node, {}
         elif self._had[0]() is not node:
             self._had = weakref.ref(node), {}
-        elif number in self._had[1]:  # it looks at ctx.saved_tensors twice
+        elif number in self._had[1]:  # its backward reads ctx.saved_tensors a second time
             return self._had[1][number]
         if number not in self._values:
             self._recompute()
@@ -289,7 +298,7 @@ class BlockPass:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         unseen = _disable_current_modes() if self._in_forward else contextlib.nullcontext()
         again = undisturbed(self._streamed.modules, self._entry)
-        replaying = self._runtime.replaying(self.unit, self._taken)  # of no products, in forward
+        replaying = self._runtime.replaying(self.unit, self._taken)  # replays nothing in forward: none were taken yet
         try:
             self._runtime.in_block += 1
             left = self._runtime.left_by(_Complete)
@@ -309,14 +318,14 @@ class BlockPass:
             is_over = True
             self._runtime.in_block -= 1
             self._forget_casts()
-            self._taken.tensors()  # autograd has what it needs of them
+            self._taken.tensors()  # drops them: autograd holds those that it needs
         self._since = self._runtime.now()
 
     def _inputs_again(self) -> list[torch.Tensor]:
         try:
             tensors = self._source()
         except RuntimeError as error:
-            if "inplace operation" not in str(error):  # of torch's version check; others say themselves what is wrong
+            if "inplace operation" not in str(error):  # only the error of torch's version check is explained below
                 raise
             raise NotStreamable(
                 f"an input of {self.unit.key} that waits in memory was changed in place after the block had it: use "
@@ -329,7 +338,7 @@ class BlockPass:
             first, kept = self._on_tier
             tensors.insert(first, self._runtime.bring_back(kept))
         found = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, self._needed, strict=True)]
-        with torch.enable_grad():  # a copy, and no leaf, of what will be changed in place
+        with torch.enable_grad():  # an input that the block changes in place must be a copy, and not a leaf
             return [t.clone() if n in self._changed else t for n, t in enumerate(found)]
 
     def _differs(self, what: str) -> RuntimeError:
@@ -343,7 +352,7 @@ class BlockPass:
             self._left = True
             self._runtime.left(self.unit, self._of)
 
-    def __del__(self) -> None:  # with the graph, whose backward may never have come
+    def __del__(self) -> None:  # the graph is freed, maybe without any backward pass
         self._leave()
 
 
@@ -352,7 +361,7 @@ def _unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
 
 
 class StreamedForward(BlockForward):
-    """Stands where a block's `forward` does."""
+    """The callable that replaces a streamed block's `forward`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block: Any = self._block()
@@ -361,7 +370,7 @@ class StreamedForward(BlockForward):
                 f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "
                 "itself; switch it off (model.gradient_checkpointing_disable())"
             )
-        if torch.is_grad_enabled():  # a frozen block, too: a gradient may reach it by an attribute
+        if torch.is_grad_enabled():  # also for a frozen block: a gradient may reach it through an attribute
             if self.unit.trained or any(t.requires_grad for t in tensors_in((args, kwargs))):
                 args = tuple(map(self.with_own_cache, args))
                 kwargs = {name: self.with_own_cache(value) for name, value in kwargs.items()}
@@ -377,7 +386,7 @@ class StreamedForward(BlockForward):
 
 
 def stream_block(block: nn.Module, unit: Unit, runtime: BlockRuntime) -> Callable[[], None]:
-    """Put the engine's forward in the place of a block's own; returns the undo."""
+    """Replace a block's `forward` with the engine's, and return a function that undoes it."""
     had = vars(block).get("forward")
     forward = StreamedForward(block, unit, runtime)
     block.forward = forward

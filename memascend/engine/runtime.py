@@ -1,19 +1,19 @@
-"""The streaming engine: a plain PyTorch model is trained while its weights, gradients and states live on a tier.
+"""The streaming engine: trains a plain PyTorch model whose weights, gradients and states are kept on a tier.
 
     engine = StreamingEngine.start(model, folder, groups)          # or .resume, after a kill
-    loss = model(...).loss; loss.backward()                        # blocks come and go; updates run meanwhile
+    loss = model(...).loss; loss.backward()                        # blocks are streamed; updates run during backward
     engine.finish_step()                                           # all is written and committed
 
-Source: LoHan (arXiv 2403.06504), IV-C; the runtime of weights is `WeightStream`'s. Synchronous: parameters are those of
-training in memory, to the bit where every sum is taken in the same order.
+Source: LoHan (arXiv 2403.06504), IV-C; `WeightStream` moves the weights. Training is synchronous: parameters equal
+those of training in memory, to the bit where every sum is taken in the same order.
 
 The engine is one object in layers, each of which calls only those below it:
 
-    runtime          begin and end, contents, saves
+    runtime          start, resume and close; contents; saves
     accumulation     micro-batches of one step, side by side
     passes           forward and backward passes
-    gradient_access  what a loop sees of gradients
-    steps            completed, redone, taken back
+    gradient_access  the gradients that a loop can read
+    steps            completing, redoing and rolling back steps
     engine_state     buffers, streams, updates, counts
 """
 
@@ -57,18 +57,18 @@ log = logging.getLogger("memascend")
 
 
 class StreamingEngine(Accumulation):
-    """One process, one device (`EngineOptions.device`). Not thread-safe.
+    """Trains one model in one process on one device (`EngineOptions.device`). Not thread-safe.
 
-    The model's parameters are its from `start` or `resume` on to `close`: empty but for the moments in which they are
-    needed. `groups`: as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), or what returns those that hold
-    now; read anew at each update.
+    From `start` or `resume` until `close` the engine owns the model's parameters: they are empty except while they are
+    in use. `groups`: parameter groups as torch.optim's (`params`, `lr`, `betas`, `eps`, `weight_decay`), or a function
+    that returns the current ones; they are read again at each update.
     """
 
     def __init__(self, *parts: Any) -> None:
-        """`parts`: of `EngineState`. Use `start` or `resume`."""
+        """Build the engine from the arguments of `EngineState`. Use `start` or `resume` instead."""
         self._save: BackgroundSave | None = None  # the newest
-        self._ends: deque[Callable[[], object]] = deque()  # what `close` has left to do
-        self.versions_why = "as an earlier run began it"  # so many of the states
+        self._ends: deque[Callable[[], object]] = deque()  # the steps of `close` that are not done yet
+        self.versions_why = "as an earlier run began it"  # why the store has this number of versions
         super().__init__(*parts)
         for key, slices in self.units.matrices.items():
             log.info(
@@ -93,8 +93,9 @@ class StreamingEngine(Accumulation):
     ) -> StreamingEngine:
         """Move a model in memory to a new store in `folder`, unit by unit; its parameters are empty afterwards.
 
-        `faults`: a layer below the store that makes requests fail, for tests. Raises NotStreamable, StorageError (no
-        space, with the bytes that are missing), MemoryError for host buffers; the model is then as it was.
+        `blocks`: the modules that are streamed one at a time (default: all layers). `faults`: a layer below the store
+        that makes requests fail, for tests. Raises NotStreamable, StorageError (no space, with the bytes that are
+        missing), and MemoryError for host buffers; the model is then unchanged.
         """
         options = options or EngineOptions()
         require_not_streamed(model)
@@ -134,10 +135,11 @@ class StreamingEngine(Accumulation):
         allocator: Allocator | None = None,
         faults: Any = None,
     ) -> tuple[StreamingEngine, dict[str, Any]]:
-        """Go on after the last completed step of a store; also the facts that were kept with it.
+        """Continue after the last completed step of a store; return the engine and the facts kept with that step. An
+        update that was cut off is completed first.
 
-        `model` is of the same architecture; its values are dropped. Raises NotThisModel where the store holds another
-        model or layout, or no completed step; InterruptedUpdate.
+        `model` has the same architecture; its values are discarded. Raises NotThisModel if the store has the states of
+        another model or layout, or no completed step; and InterruptedUpdate if its states are partial.
         """
         options = options or EngineOptions()
         require_not_streamed(model)
@@ -169,8 +171,8 @@ class StreamingEngine(Accumulation):
 
     @torch.no_grad()
     def _move_in(self, takes_space: bool) -> None:
-        """Weights, zero moments and masters to the tier; parameters go empty only when all of it is committed.
-        `takes_space`: the store has taken that of what is written alone."""
+        """Write weights, zero moments and masters to the tier; parameters become empty only when all is committed.
+        `takes_space`: the store has allocated only what was written, so that the rest is allocated here."""
         layout = self.layout
         for unit in layout.units:
             slot = self._stream.put(unit.key)
@@ -179,7 +181,7 @@ class StreamingEngine(Accumulation):
                 slot[part.first : part.first + part.numel].copy_(values)
                 self.units.moved(part)
             for piece in unit.pieces:
-                assert self._states is not None  # of a model of which anything trains
+                assert self._states is not None  # pieces exist only in a model with trained parameters
                 states = self._states.put(piece.key)
                 states.zero_()
                 if not layout.own_masters:
@@ -206,12 +208,12 @@ class StreamingEngine(Accumulation):
 
     @whole
     def close(self, *, destroy: bool = False) -> None:
-        """Give the model its own forward back and let go of everything; a step that is not finished is forgotten.
+        """Restore the model's own forward and release all resources; a step that is not finished is discarded.
 
-        The store stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child nothing of
-        the parent's ends.
+        The store stays for `resume`, unless `destroy`. Parameters stay empty. Idempotent. In a forked child the
+        parent's threads and files are left alone.
         """
-        own = self._pid == os.getpid()  # else a forked child's copy: the threads and the files are the parent's
+        own = self._pid == os.getpid()  # False in a forked child: threads and files belong to the parent
         if not self._closed:
             self._ends = deque([self._hooks.remove])
             if own:
@@ -228,16 +230,16 @@ class StreamingEngine(Accumulation):
         try:
             self._end()
         except KeyboardInterrupt:
-            self._end()  # the rest of it: who interrupts a program's end does not call `close` again
+            self._end()  # do the rest, since a program that is interrupted at its end does not call `close` again
             raise
 
     def _end(self) -> None:
         while self._ends:
-            self._ends[0]()  # each can be begun again
+            self._ends[0]()  # removed only when done: each can be repeated after an interrupt
             self._ends.popleft()
 
     def _end_save(self) -> None:
-        """The end of one in progress is awaited; Ctrl-C leaves it undone. Its error is for whoever asks the save."""
+        """Wait for a save in progress; Ctrl-C cancels it. Its error is not raised here, only by the save itself."""
         try:
             if self._save is not None:
                 self._save.join()
@@ -251,7 +253,7 @@ class StreamingEngine(Accumulation):
 
     def _stop_work(self) -> None:
         leaving.begin_if_asked()
-        synchronize(self.units.device)  # copies that are in flight use memory that goes now
+        synchronize(self.units.device)  # copies in flight use memory that is freed below
         if self._swapping is not None:
             with contextlib.suppress(OSError):
                 self._swapping.close()
@@ -265,7 +267,7 @@ class StreamingEngine(Accumulation):
         self._auxiliary.close()
 
     def _let_go(self) -> None:
-        """The buffers go with whoever holds them; the model's graphs may hold this object."""
+        """Drop the references to buffers, since graphs of the model may keep this object alive."""
         for name in RELEASED:
             vars(self).pop(name, None)
         self._inputs.drop()
@@ -273,19 +275,19 @@ class StreamingEngine(Accumulation):
     # -- contents ------------------------------------------------------------------------------------------------------
 
     def read_weights(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, values) of every parameter after the last completed step, see `TierContents`; RuntimeError as
-        `require_completed_step`."""
+        """Yield (name, values) of every parameter after the last completed step, see `TierContents`. Raises
+        RuntimeError as `require_completed_step`."""
         return self._contents.read_weights(order)
 
     def read_states(self, name: str) -> dict[str, torch.Tensor]:
-        """A trained parameter's states after the last completed step, see `TierContents`; RuntimeError as
+        """Return a trained parameter's states after the last completed step, see `TierContents`. Raises RuntimeError as
         `require_completed_step`."""
         return self._contents.read_states(name)
 
     def write_states(self, states_of: StatesOf, steps: Mapping[str, int]) -> None:
-        """Put states in, see `TierContents`, which are those after so many `steps` of each parameter named; `keep`
-        completes it. With one version of the states there is no completed step from the first unit on until then.
-        RuntimeError where a gradient has come since the last step; ValueError for a parameter that is not trained."""
+        """Replace the states of the parameters in `steps` (counts of steps by name), see `TierContents`; `keep` commits
+        them. With one version of the states there is no completed step from the first unit until then. Raises
+        RuntimeError if a gradient has come since the last step, and ValueError for a parameter that is not trained."""
         self.require_no_gradients()
         if unknown := sorted(set(steps) - set(self.steps)):
             raise ValueError(f"{unknown[0]} is not a trained parameter of this model")
@@ -313,12 +315,12 @@ class StreamingEngine(Accumulation):
         *,
         what: str = "save",
     ) -> BackgroundSave:
-        """Begin to copy what `targets` name, as it is after the last completed step, into their files. Training can go
-        on at once: an update that would overwrite what is not copied yet waits for that.
+        """Start copying the tensors that `targets` name, as after the last completed step, into their files. Training
+        can continue at once: an update that would overwrite data not copied yet waits for the copy.
 
-        `end` is called when all is copied, and `give_up` with an error, for the one that is raised, both in the save's
-        thread. `close` waits for the save. One runs at a time: this waits for the one before, and raises its error
-        where nobody has asked for it. The files belong to the save from here on. Raises RuntimeError as
+        `end` is called when all is copied; `give_up` is called with an error and returns the one to raise; both run in
+        the save's thread. `close` waits for the save. One save runs at a time: this call waits for the previous one,
+        and raises its error if it was not raised before. The save owns the files from here on. Raises RuntimeError as
         `require_completed_step`, and while a step is in progress.
         """
         self._require_no_function("save()")
@@ -331,6 +333,6 @@ class StreamingEngine(Accumulation):
         return self._save
 
     def raise_unseen_failure_of_save(self) -> None:
-        """The error of the last save, where it has one that nobody has asked for."""
+        """Raise the error of the last save, if it has one that was not raised before."""
         if self._save is not None and self._save.done() and not self._save.was_looked_at:
             self._save.wait()

@@ -1,9 +1,9 @@
-"""Whether a block's recomputation repeats its forward pass: samples of what autograd saves in both are compared.
+"""Samples of the tensors that autograd saves, to check whether a block's recomputation repeats its forward pass.
 
-What a forward pass may depend on besides arguments, parameters, buffers and known generators of random numbers has no
-limit (a counter of a class, a generator in a closure, a file), so the result is looked at in the place of the causes:
-`torch.utils.checkpoint`'s `determinism_check` does the same with shapes, dtypes and devices alone. What changes no
-tensor that autograd saves is not found.
+A forward pass may depend on anything in addition to arguments, parameters, buffers and known random number generators
+(a counter of a class, a generator in a closure, a file), so the results are compared instead of the causes.
+`torch.utils.checkpoint`'s `determinism_check` does the same with shapes, dtypes and devices only. A difference that
+changes no tensor that autograd saves is not detected.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import math
 
 import torch
 
-ELEMENTS = 256  # of each tensor
+ELEMENTS = 256  # sampled elements per tensor
 _COMPARED = (torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Multiples of the golden ratio modulo 1: spread evenly over a tensor, whatever its shape.
+# Multiples of the golden ratio modulo 1, which are spread evenly over a tensor of any shape.
 _PLACES = torch.arange(ELEMENTS, dtype=torch.float64).mul((math.sqrt(5) - 1) / 2).frac()
 
 
 def is_compared(number: int) -> bool:
-    """Whether pass `number` (from 1) of a block is one that is compared: 1, 4, 16, 64, ... so that it costs nothing in
-    the long run, and a block that never repeats itself is found in its first step."""
+    """Return whether pass `number` (from 1) of a block is compared: passes 1, 4, 16, 64, ... are, so that the cost is
+    negligible in the long run, and a block that never repeats itself is found in its first step."""
     return number & (number - 1) == 0 and number.bit_length() % 2 == 1
 
 
 class Samples:
-    """Of tensors that a forward pass on a CPU saves, in their order: some elements each.
+    """Some elements of each tensor that autograd saves in a forward pass on the CPU, in order.
 
-    Other devices are left out, since kernels there save memory that they have not written. So are bytes, as which
-    kernels of a CPU keep scratch memory.
+    Other devices are left out, since kernels there save memory that they have not written. So are tensors of bytes,
+    which CPU kernels use for scratch memory.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Samples:
         self._of.append(_sample(tensor))
 
     def differ(self, number: int, tensor: torch.Tensor) -> bool:
-        """Whether the tensor that a recomputation saves as `number` has other values than the forward pass's.
+        """Return whether the tensor that a recomputation saves as `number` has other values than the forward pass's.
 
-        Differences as another order of sums makes them are none (a relative 1e-4 of the sample's norm, or twice the
-        dtype's precision); after one, what follows from it is not compared.
+        Differences that another order of sums can cause are ignored (up to 1e-4 of the sample's norm, or twice the
+        dtype's precision); after the first inexact tensor, later ones are not compared.
         """
         was = self._of[number] if self._exact else None
         if was is None:
@@ -62,7 +62,7 @@ class Samples:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Some elements; None: of this tensor none can be compared."""
+    """Return some elements of the tensor, or None if it cannot be compared."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
         return None
     tensor = tensor.detach()

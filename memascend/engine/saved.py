@@ -1,11 +1,11 @@
-"""A streamed model in a folder of files, written while training goes on, and put back.
+"""Saves of a streamed model: a folder of files that is written while training continues, and loaded again.
 
     model.safetensors   parameters, a tied one once, and persistent buffers, by their names in the model
     states.safetensors  `<parameter>.<state>`: "master" and the moments of what is trained, flat, as
                         `StreamingEngine.read_states` gives them
     states.json         steps of each parameter, settings of the groups, the note
 
-It is built under another name, synced, and renamed: a crash leaves nothing that looks like a save.
+The folder is built under another name, synced, and renamed, so that a crash leaves nothing that looks like a save.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.storage.tensor_parts import TensorPartsWriter
 
 MODEL, STATES, FACTS = "model.safetensors", "states.safetensors", "states.json"
-_MARK = ".memascend-save"  # in what a save that is cut off leaves, which the next one removes
+_MARK = ".memascend-save"  # marks the folder of an interrupted save, which the next save may remove
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def begin_save(
     engine: StreamingEngine, folder: str | os.PathLike[str], facts: Mapping[str, Any] | None
 ) -> BackgroundSave:
-    """Save the last completed step into `folder`, which is new or empty and appears whole; its value is that path. With
-    `facts` (JSON) also the states; without, the model alone. ValueError where the folder cannot be taken or the disk is
-    full."""
+    """Start saving the last completed step into `folder`, which is new or empty and appears only when complete; the
+    result of the save is its path. With `facts` (JSON) the states are saved too, without them only the model. Raises
+    ValueError if the folder cannot be used or the disk is full."""
     target = Path(os.path.abspath(folder))
     partial = _require_new(target)
     files: list[TensorPartsWriter] = []
@@ -82,7 +82,8 @@ def begin_save(
 
 
 def _require_new(target: Path) -> Path:
-    """What it is built as."""
+    """Return the path under which the folder is built, and remove the rest of an interrupted save from it. Raises
+    ValueError if the target is neither new nor empty."""
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder: name a new one")
     partial = target.with_name(f".{target.name}.partial")
@@ -100,7 +101,7 @@ def _model_file(
     layouts = [TensorLayout(name, each.dtype, tuple(each.shape)) for name, each in (parameters | buffers).items()]
     file = TensorPartsWriter(folder / MODEL, layouts, {"format": "pt"})
     files.append(file)
-    for name, values in buffers.items():  # training may change them
+    for name, values in buffers.items():  # written at once, since training may change them
         file.write(name, values.detach().cpu().contiguous())
     return {(name, WEIGHTS): [Target(file, name)] for name in parameters}
 
@@ -134,8 +135,8 @@ def _buffers(engine: StreamingEngine) -> list[tuple[str, torch.Tensor]]:
 
 
 def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `begin_save` got, of a save of this model's states, whose files are as they must be. Raises ValueError for
-    another's, or for what is none."""
+    """Return the facts of a save, those given to `begin_save` with the counts of steps and the dtypes, after checking
+    that its files fit this model. Raises ValueError for another model's save, or a folder that is not a save."""
     folder = Path(folder)
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
@@ -162,8 +163,8 @@ def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict
 
 
 def put_back(engine: StreamingEngine, folder: str | os.PathLike[str], steps: Mapping[str, int]) -> None:
-    """Weights that are trained, their states and the buffers become those of a save whose facts were looked at; `keep`
-    completes it."""
+    """Replace the trained weights, their states and the buffers by those of a save that `saved_facts` has checked;
+    `StreamingEngine.keep` completes it."""
     names, folder = _state_names(engine), Path(folder)
     with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
 

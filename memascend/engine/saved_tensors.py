@@ -1,4 +1,4 @@
-"""Tensors that autograd saves: handles that stand for them on the graph, and nodes that keep them."""
+"""Tensors that autograd saves: handles that replace them on the graph, and nodes that keep them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 
 class Handle:
-    """Stands on the graph for a saved tensor."""
+    """A placeholder on the graph for saved tensor `number` of a block's pass (`owner`), with its shape, dtype and
+    device."""
 
     __slots__ = ("__weakref__", "meta", "number", "owner")
 
@@ -18,7 +19,7 @@ class Handle:
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """What two tensors have in common that are views of one memory."""
+    """Return a key that is equal for tensors which are views of the same memory."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided and tensor.numel() else id(tensor)
 
 
@@ -27,7 +28,7 @@ def meta(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Inputs(torch.autograd.Function):
-    """Saves tensors under the hooks that are active outside of the block (an activation cache's, say)."""
+    """Saves tensors under the hooks that are active outside of the block, such as an activation cache's."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -40,16 +41,17 @@ class _Inputs(torch.autograd.Function):
 
 
 def save_on_a_node(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """They are the `saved_tensors` of its `grad_fn`, as long as it lives: up to torch 2.11 a node ends with its result,
-    whoever else refers to it."""
+    """Save tensors on a node of autograd, and return its result: they are the `saved_tensors` of its `grad_fn`. Keep
+    the result: up to torch 2.11 a node is destroyed with it, even if something else refers to the node."""
     with torch.enable_grad():
         node: torch.Tensor = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
     return node
 
 
 def left_by_ctrl_c(tensor: torch.Tensor) -> torch.Tensor:
-    """Pack a tensor as without hooks, by hooks whose pass is over: Ctrl-C came between torch's `__enter__` and the
-    body, or before `__exit__` did anything. They are on top, since they were called, and are taken off here."""
+    """Pack a tensor as if there were no hooks, and remove the hooks. Their pass is over, but Ctrl-C came between
+    torch's `__enter__` and the body, or before `__exit__` did anything. They are on top of the stack, since they were
+    called."""
     torch._C._autograd._pop_saved_tensors_default_hooks()
     return tensor.detach()
 

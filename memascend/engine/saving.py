@@ -1,7 +1,7 @@
-"""A save while training goes on: a thread copies a snapshot of the tier into files, through one small buffer.
+"""Saves in the background: a thread copies a snapshot of the tier into files, through one small buffer.
 
-A tensor of the tier holds parts of many tensors of a save, and they come in the order in which the next step will
-overwrite them: so the files are written in parts (`memascend.storage.tensor_parts`).
+A tensor of the tier contains parts of many tensors of a save, and tensors are copied in the order in which the next
+step will overwrite them; so the files are written in parts (`memascend.storage.tensor_parts`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from memascend.storage.completion import Promise, RequestCancelled
 from memascend.storage.interrupts import whole
 from memascend.storage.tensor_parts import TensorPartsWriter
 
-WEIGHTS = "weights"  # besides the states' names: a parameter's own values
+WEIGHTS = "weights"  # a parameter's own values, in addition to the names of states
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of a file."""
+    """A tensor in a file that is being written."""
 
     file: TensorPartsWriter
     name: str
 
 
-# What goes where, by parameter and `WEIGHTS`, "master" or a state of the layout. What is not there is not saved.
+# Targets by (parameter, kind), where the kind is `WEIGHTS`, "master" or a state of the layout. Others are not saved.
 Targets = Mapping[tuple[str, str], Sequence[Target]]
 
 
 @dataclass(frozen=True)
 class Extract:
-    """Bytes `begin` to `end` of a tensor of the tier, which go to byte `at` of a target."""
+    """Bytes `begin` to `end` of a tensor on the tier, which are copied to byte `at` of a target."""
 
     begin: int
     end: int
@@ -50,12 +50,12 @@ class Extract:
 
 
 class Extracts:
-    """What a save takes out of which tensor of the tier."""
+    """The byte ranges that a save copies from each tensor on the tier."""
 
     def __init__(self, layout: Layout, targets: Targets) -> None:
         self._layout, self._targets = layout, targets
         self._of: dict[str, list[Extract]] = {}
-        # The last units' updates come first, and a unit's weights are written when all of its pieces were.
+        # In the order of a step's writes: the last units first, and a unit's weights after all of its pieces.
         for unit in reversed(layout.units):
             for piece in unit.pieces:
                 self._add_states(piece)
@@ -63,7 +63,7 @@ class Extracts:
 
     @property
     def by_key(self) -> dict[str, list[Extract]]:
-        """In the order in which a step writes them."""
+        """Byte ranges by key, in the order in which a step writes the tensors."""
         return self._of
 
     def _add_states(self, piece: Piece) -> None:
@@ -95,7 +95,7 @@ def _first_in_unit(run: Run) -> int:
 
 
 class BackgroundSave(Promise):
-    """A save in progress: `done()`, and `wait()`, which returns what its end returned or raises its error."""
+    """A save in progress, with `done()` and `wait()`, which returns the result of `end` or raises the save's error."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class BackgroundSave(Promise):
         end: Callable[[], Any],
         give_up: Callable[[BaseException], BaseException],
     ) -> None:
-        """Takes the snapshot and begins; `end` is called when all is copied, and `give_up` with any error, for the one
-        to raise, both in the save's own thread."""
+        """Take the snapshot and start the thread. `end` is called when all is copied; `give_up` is called with any
+        error and returns the one to raise; both run in the save's own thread."""
         super().__init__(what)
         self._store, self._extracts, self._buffer, self._end, self._remove = store, extracts, buffer, end, give_up
         self._asked_to_stop = False
         self.snapshot: Snapshot = store.take_snapshot(extracts)
         self.began_s, self.took_s = time.monotonic(), 0.0
-        # No daemon: a program that ends has its save whole.
+        # Not a daemon thread, so that a save is completed when the program ends.
         self._thread = threading.Thread(target=self._run, name="memascend-save")
         try:
             self._thread.start()
@@ -123,23 +123,23 @@ class BackgroundSave(Promise):
 
     @property
     def waited_s(self) -> float:
-        """For which updates could not be written, since the save had not copied what they replace."""
+        """Seconds for which writes of updates waited until the save had copied the tensors that they replace."""
         return self.snapshot.waited_s
 
     @property
     def was_looked_at(self) -> bool:
-        """Whether somebody has waited for it to its end, or asked for its error."""
+        """Whether the caller has waited for the end of the save or asked for its error."""
         return self._observed
 
     @whole
     def join(self) -> None:
-        """Until it has ended, well or not; its error is left to whoever asks for it."""
+        """Wait until the save has ended, successfully or not, without raising its error."""
         while self._thread.is_alive():
             interrupts.check()
             self._thread.join(interrupts.SLICE_S)
 
     def stop(self) -> None:
-        """Leave it undone; it has ended, with RequestCancelled if it had not before, when this returns."""
+        """Cancel the save and wait for its end; its error is RequestCancelled unless it had ended before."""
         self._asked_to_stop = True
         self.join()
 
@@ -147,7 +147,7 @@ class BackgroundSave(Promise):
         value, failure = None, None
         try:
             self._copy()
-            self.snapshot.end()  # training goes on while the disk takes what was written
+            self.snapshot.end()  # updates need not wait while the files are synced to the disk
             value = self._end()
         except BaseException as error:
             failure = error
@@ -157,12 +157,12 @@ class BackgroundSave(Promise):
             except BaseException as another:
                 error.add_note(f"and what was written could not be removed: {another}")
         self.took_s = time.monotonic() - self.began_s
-        for name in ("_store", "_extracts", "_buffer", "_end", "_remove"):  # with all that they hold
+        for name in ("_store", "_extracts", "_buffer", "_end", "_remove"):  # free the memory that they refer to
             delattr(self, name)
         self._settle(value, failure)
 
     def _copy(self) -> None:
-        done: dict[str, int] = {}  # bytes of the tensors whose copy has begun
+        done: dict[str, int] = {}  # bytes copied so far, by tensor
         key: str | None = None
         while (key := self.snapshot.next(key)) is not None:
             if self._asked_to_stop:

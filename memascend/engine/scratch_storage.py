@@ -1,4 +1,4 @@
-"""What an engine keeps on the tier besides the states: gradients that wait, inputs of blocks, swapped activations."""
+"""Auxiliary data of an engine on the tier: gradients that wait, inputs of blocks, swapped activations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from memascend.engine.weights import WeightStream
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.engine_tiers import DirectTier
 
-WAIT_S = 3600.0  # for a slot: as long as the largest update may take, on the slowest disk
+WAIT_S = 3600.0  # timeout for a slot: longer than the largest update on the slowest disk
 
 
 class AuxiliaryTiers:
-    """Files in the store's folder, made when they are first needed, by whichever thread asks first; gone with `close`.
+    """Scratch files in the store's folder, created on first use, by any thread, and removed by `close`.
 
-    `redoes`: gradients are stored with the states, so that a step can be redone. Also books the bounce buffers of
-    all these engines, the store's among them, which are not the allocator's.
+    `redoes`: gradients are stored with the states, so that a step can be redone. This class also records the bounce
+    buffers of all I/O engines, including the store's, in the memory ledger, since they do not come from the allocator.
     """
 
     def __init__(self, store: StateStore, layout: Layout, buffers: EngineBuffers, *, redoes: bool) -> None:
         self._store, self._layout, self._buffers, self._redoes = store, layout, buffers, redoes
         self._scratch: DirectTier | None = None
-        self.gradients: WeightStream | None = None  # once there is one
-        self._making = threading.RLock()  # gradients may wait in the scratch tier
+        self.gradients: WeightStream | None = None  # created by `gradient_stream`
+        self._making = threading.RLock()  # reentrant: the stream of gradients may create the scratch tier
         self._booked: list[int] = []
         self._of_store = self._book(store.bounce_buffers)
 
@@ -44,11 +44,11 @@ class AuxiliaryTiers:
             return self._scratch
 
     def swap_tier(self) -> DirectTier:
-        """A new one, for whoever asks to close."""
+        """Return a new tier for swapped activations, which the caller closes."""
         return self._in_file("swapped activations")
 
     def gradient_stream(self) -> WeightStream:
-        """Of gradients that wait on the tier."""
+        """Return the stream of gradients that wait on the tier; created on the first call."""
         with self._making:
             if self.gradients is None:
                 pool = self._buffers.need_gradients()
@@ -61,19 +61,19 @@ class AuxiliaryTiers:
 
     @property
     def transferred(self) -> tuple[int, int]:
-        """Bytes read and written, but for swapped activations."""
+        """Bytes read and written on the scratch tier, without swapped activations."""
         moved = self._scratch.transferred if self._scratch is not None else None
         return (moved.bytes_read, moved.bytes_written) if moved is not None else (0, 0)
 
     def store_was_reopened(self) -> None:
-        """It has other bounce buffers now."""
+        """Record the new bounce buffers of the store in place of the old ones."""
         for entry in self._of_store:
             self._booked.remove(entry)
             self._buffers.allocator.ledger.close(entry)
         self._of_store = self._book(self._store.bounce_buffers)
 
     def close(self) -> None:
-        """The end: the buffers' memory goes with whoever else holds it. Idempotent."""
+        """Close the scratch tier, remove its records from the ledger, and drop references to buffers. Idempotent."""
         if self._scratch is not None:
             with contextlib.suppress(OSError):
                 self._scratch.close()

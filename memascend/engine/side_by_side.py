@@ -1,4 +1,4 @@
-"""Micro-batches of one step: whether they can go side by side, and what they share while they do (see `vertical`)."""
+"""Micro-batches of one step: whether they can run side by side, and the state that they share (see `vertical`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from memascend.engine.vertical import ForwardFootprint, Lanes, SummedGradients
 
 
 class IndependenceCheck:
-    """At micro-batches one after the other: could they go side by side?"""
+    """Determines, while micro-batches run one after the other, whether they could run side by side. `why`: a reason
+    against it, if one was found."""
 
     def __init__(self, footprint: ForwardFootprint) -> None:
         self.footprint = footprint
         self.why: str | None = None
-        self.routes: list[list[str]] = []  # keys that each pass reaches
+        self.routes: list[list[str]] = []  # by pass: the keys of the units that it reaches, in order
         self._number = 0
 
     def at(self, key: str, number: int, *, forward: bool) -> None:
@@ -34,18 +35,19 @@ class IndependenceCheck:
 
 
 class SideBySide:
-    """Micro-batches that are in progress side by side."""
+    """State of the micro-batches that are running side by side."""
 
     def __init__(self, lanes: Lanes, footprint: ForwardFootprint, count: int, dtype: torch.dtype) -> None:
         self.lanes, self.count, self.sums = lanes, count, SummedGradients(count, dtype)
-        self.in_use: Unit | None = None  # whose weights stay until the last of them has left it
+        self.in_use: Unit | None = None  # its weights stay in memory until the last micro-batch has left it
         self.forwards_ended = self._backwards_begun = 0
         self.footprint = footprint
         self._in_blocks: set[int] = set()
         self._visitors: dict[str, set[int]] = {}
 
     def enters_a_block(self, number: int) -> None:
-        """NotStreamable where the beginnings of the forward passes were not independent."""
+        """Note that a micro-batch enters its first block. Raises NotStreamable if the forward passes up to there were
+        not independent."""
         if number in self._in_blocks:
             return
         self._in_blocks.add(number)
@@ -53,7 +55,8 @@ class SideBySide:
             self._require_independence(self.footprint.found_midway())
 
     def backward_begins(self) -> bool:
-        """Of one more; whether it is the first. NotStreamable where the forward passes were not independent."""
+        """Note that the backward pass of one more micro-batch begins, and return whether it is the first. Raises
+        NotStreamable if the forward passes were not independent."""
         self._backwards_begun += 1
         if self._backwards_begun == self.count:
             self._require_independence(self.footprint.found())
@@ -67,14 +70,15 @@ class SideBySide:
             )
 
     def all_visited(self, unit: Unit, number: int) -> bool:
-        """Whether backward has been through a unit in all of them, now that it has in `number`."""
+        """Note that backward has passed a unit in micro-batch `number`, and return whether it now has in all of
+        them."""
         visitors = self._visitors.setdefault(unit.key, set())
         visitors.add(number)
         return len(visitors) == self.count
 
 
 def kind_of_call(function: Callable[..., Any], model: nn.Module) -> Any:
-    """Calls that are alike do the same with the model, as far as that can be told beforehand."""
+    """Return a key for the calls of a function: calls with equal keys are expected to use the model in the same way."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", getattr(getattr(function, "__func__", None), "__code__", type(function)))

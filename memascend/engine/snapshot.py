@@ -1,7 +1,7 @@
-"""Tensors of a store at one moment, while training overwrites them: whoever is about to waits until a copy was made.
+"""Snapshots of a store's tensors while training overwrites them: a write waits until the old contents were copied.
 
-A snapshot takes no space and copies nothing by itself. Whoever copies asks which tensor is next: one that somebody
-waits for, else in the order in which the next step will write them, so that few have to wait.
+A snapshot takes no space and copies nothing by itself. The thread that copies asks for the next tensor: first those
+that a writer waits for, then in the order in which the next step will write them, so that few writes have to wait.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from memascend.storage.interrupts import whole
 
 
 class Snapshot:
-    """Of the tensors with `keys`, in the order in which they are best copied. Thread-safe."""
+    """A snapshot of the tensors with `keys`, in the preferred order of copying. Thread-safe."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._pending = dict.fromkeys(keys)
         self._wanted: deque[str] = deque()
         self._changed = threading.Condition()
-        self.waited_s = 0.0  # by all who had to, one after the other or side by side
+        self.waited_s = 0.0  # seconds that writers waited, summed over all writers, also concurrent ones
         self.ended = False
 
     def next(self, under_way: str | None = None) -> str | None:
-        """The tensor to go on with: one that is waited for, the one `under_way`, or the first; None: all are copied, or
-        the snapshot has ended."""
+        """Return the key of the tensor to copy next: one that a writer waits for, the one in progress (`under_way`), or
+        the first; None if all are copied or the snapshot has ended."""
         with self._changed:
             while self._wanted and self._wanted[0] not in self._pending:
                 self._wanted.popleft()
@@ -36,13 +36,13 @@ class Snapshot:
             return under_way if under_way in self._pending else next(iter(self._pending), None)
 
     def copied(self, key: str) -> None:
-        """It may be overwritten."""
+        """Note that a tensor was copied and may be overwritten."""
         with self._changed:
             self._pending.pop(key, None)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """All of them may be overwritten, copied or not. Idempotent."""
+        """End the snapshot: all tensors may be overwritten, copied or not. Idempotent."""
         with self._changed:
             self.ended = True
             self._pending.clear()

@@ -1,12 +1,12 @@
-"""Clipping without waiting: gradients are used as they come, and a step whose norm turns out too large is done again.
+"""Clipping by speculation: gradients are used as they arrive, and a step whose norm exceeds the limit is done again.
 
-Where the norm is within the limit nothing is to be clipped, and the step is one without clipping. Where it is not, what
-was written is taken back, since the last version is on the tier until a step is completed, and forward and backward
-are done once more, with gradients that wait for their norm. The bits are those of waiting in any case. Source:
+If the norm is within the limit, nothing is clipped, and the step equals one without clipping. Otherwise its writes are
+rolled back, since the previous version is on the tier until the step is completed, and forward and backward are done
+again, with gradients that wait for their norm. Either way results equal those of waiting, to the bit. Source:
 SuperOffload (arXiv 2509.21271), speculation and validation, here on the SSD.
 
-A speculated step moves S bytes, and S + W if it is clipped, where waiting moves W. With a share p of clipped steps that
-is S + p W: less than W as long as p < 1 - S / W.
+A speculative step moves S bytes, and S + W if it is clipped, where a step that waits moves W. With a share p of clipped
+steps that is S + p W on average, which is less than W if p < 1 - S / W.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from memascend.engine.traffic import MatrixUse, step_traffic
 log = logging.getLogger("memascend")
 _SPECULATED = "are used before their norm is known, and a step that is to be clipped is done again"
 _WAITING = "wait for their norm"
-_REMEMBERED = 16  # steps, about: a norm says little of those of a hundred steps later
+_REMEMBERED = 16  # time constant of the average, in steps: norms of a hundred steps ago say little about the next one
 
 
 def as_they_come(options: EngineOptions, weights: torch.dtype) -> EngineOptions | None:
-    """What a speculated step is made by; None where gradients have to wait: there is nothing to clip, or no version to
-    go back to, or they wait for more than their norm, or the tier rounds those of weights of this dtype."""
+    """Return the options of a speculative step, or None if speculation is impossible: there is no clipping, or no
+    version to roll back to, or gradients also wait for another reason than their norm, or the dtype in which they wait
+    rounds gradients of weights of this dtype."""
     unclipped = replace(options, clip=0.0)
     rounds = torch.promote_types(weights, options.gradients) != options.gradients
     if not options.clip or options.versions == 1 or unclipped.waits or rounds:
@@ -44,7 +45,8 @@ def as_they_come(options: EngineOptions, weights: torch.dtype) -> EngineOptions 
 def break_even(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> float:
-    """The share of clipped steps below which speculation moves fewer bytes than waiting does; 0: it cannot be."""
+    """Return the share of clipped steps below which speculation moves fewer bytes than waiting; 0 if speculation is
+    impossible."""
     unclipped = as_they_come(options, layout.weights)
     if unclipped is None:
         return 0.0
@@ -53,24 +55,26 @@ def break_even(
 
 
 class Speculation:
-    """Whether a step's gradients are used before their norm is known. It moves bytes, and changes no bit."""
+    """Decides whether a step's gradients are used before their norm is known. The decision affects the bytes moved, but
+    not the results."""
 
     def __init__(self, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
         self._layout, self._options, self._uses = layout, options, uses
         self.is_possible = as_they_come(options, layout.weights) is not None
-        self._clipped = self._steps = 0.0  # of those that are remembered
-        self.speculated = self.done_again = 0  # steps, and those of them that were clipped
+        self._clipped = self._steps = 0.0  # exponentially weighted counts of clipped steps and of all steps
+        self.speculated = self.done_again = 0  # speculative steps, and how many of them were clipped
         self.news: list[str] = []
-        self._break_even: dict[int, float] = {}  # by passes
-        self.decision: str | None = None  # the last one in words, while it is possible
+        self._break_even: dict[int, float] = {}  # by number of passes
+        self.decision: str | None = None  # the last decision in words; None before the first one
 
     @property
     def expected(self) -> float:
-        """The share of clipped steps, as the recent ones have it; half where nothing is known."""
+        """Expected share of clipped steps, estimated from recent ones; one half before any step."""
         return (self._clipped + 0.5) / (self._steps + 1)
 
     def pays(self, passes: int) -> bool:
-        """In the next step. `passes`: backward passes one after the other; those side by side are one."""
+        """Return whether the next step should speculate. `passes`: its backward passes, where those that run side by
+        side count as one."""
         if not self.is_possible:
             return False
         if passes not in self._break_even:
@@ -88,17 +92,17 @@ class Speculation:
         return pays
 
     def take_news(self) -> list[str]:
-        """Decisions that have not been reported yet, each with its reason."""
+        """Return and clear the decisions that have not been reported yet, each with its reason."""
         news, self.news = self.news, []
         return news
 
     def saw(self, *, clipped: bool) -> None:
-        """A step, whichever way it was made."""
+        """Record whether a step was clipped, speculative or not."""
         kept = 1 - 1 / _REMEMBERED
         self._clipped, self._steps = kept * self._clipped + clipped, kept * self._steps + 1
 
     def facts(self) -> dict[str, Any]:
-        """For `take_over`, in another process (JSON)."""
+        """Return the counts as JSON, for `take_over` in another process."""
         return {"steps": self._steps, "clipped": self._clipped}
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
@@ -106,11 +110,12 @@ class Speculation:
 
 
 class Beginning:
-    """Of a step that may have to be done again: what its passes change and draw besides gradients."""
+    """State at the beginning of a step that may have to be done again: what its passes change in addition to gradients,
+    such as attributes, buffers and random number generators."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._state, self._numbers = ModuleState(list(model.modules())), Generators(device)
-        self.can_be_restored = not self._state.iterators  # of which nobody knows how far they were
+        self.can_be_restored = not self._state.iterators  # the position of an iterator is unknown
 
     def restore(self) -> None:
         self._numbers.restore()

@@ -1,4 +1,4 @@
-"""Norms of gradients that come piece by piece."""
+"""Norms of gradients that arrive piece by piece."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memascend.ops.unscale import unscale_norm_overflow_
 
 
 class SquareSums:
-    """Sums of squares of gradients by parameter, in the order that one pass over the whole of each takes."""
+    """Sums of squares of gradients by parameter, added in the same order as in one pass over the whole gradient."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -20,7 +20,8 @@ class SquareSums:
         self.finite = True
 
     def add(self, part: Part, begin: int, gradient: torch.Tensor) -> None:
-        """Of the part's elements from `begin` on, which follow those that were added before."""
+        """Add the squares of a part's gradient from element `begin` on, which must follow the elements added before.
+        Raises AssertionError otherwise."""
         place = part.offset + begin
         if self._reached.get(part.name, 0) != place:
             raise AssertionError(f"{part.name}: gradients from element {place} on are summed out of order")
@@ -36,14 +37,15 @@ class SquareSums:
         self.finite = self.finite and not bool(result.overflow)
 
     def of(self, name: str) -> float:
-        """Sum of the squares of a parameter's gradient."""
+        """Return the sum of the squares of a parameter's gradient."""
         return self._sums.get(name, 0.0)
 
     def __contains__(self, part: Part) -> bool:
         return self._reached.get(part.name, 0) > part.offset
 
     def norm(self, order: Iterable[str]) -> torch.Tensor:
-        """Of all gradients: fp32, 0-d, as ZeRO-3 takes it; infinite where an element is infinite or NaN."""
+        """Return the 2-norm of all gradients as a 0-d fp32 tensor, computed as in ZeRO-3, adding parameters in `order`;
+        infinite if any element is infinite or NaN."""
         total: Any = 0.0
         for name in order:
             if name in self._sums:

@@ -1,10 +1,10 @@
-"""Where a model lives while it is trained: a store in one file, with the last completed step and the current one.
+"""The store of a model's weights and states during training: one file with the last completed and the current step.
 
-A write goes to fresh space and the version before stays until `commit` replaces all of them at once: whatever a kill or
-a power cut leaves, the tensors of one completed step are there, whole (28 bytes per parameter for both versions in
-16-bit training, without extra writes). A step that cannot be kept is taken back in the same way. With one version a
-step is committed in parts instead: what it takes to redo it is stored too (`in_place_update`), or, if that is not
-wanted (`replace_within`), the states are marked as partial with the first part, until the step is completed."""
+A write goes to fresh space, and the previous version stays until `commit` replaces all tensors at once: after a kill or
+a power cut the file holds all tensors of one completed step (28 bytes per parameter for both versions in 16-bit
+training, without extra writes). A step that cannot be kept is rolled back by the same mechanism. With one version a
+step is committed in parts instead: either the data needed to redo it is stored too (`in_place_update`), or, without a
+redo (`replace_within`), the first part marks the states as partial until the step is completed."""
 
 from __future__ import annotations
 
@@ -52,42 +52,43 @@ log = logging.getLogger("memascend")
 
 _META, _BUFFERS = "completed step", "buffers"
 _NOT_STATES = {_META, _BUFFERS}
-_PARTIAL = "torn"  # among the facts; the word that all versions write
-_DEAD_S = 30.0  # a killed process holds its space until the kernel has taken down its rings
+_PARTIAL = "torn"  # a key of the facts; its value is part of the file format
+_DEAD_S = 30.0  # a killed process keeps its space until the kernel has released its rings
 
 
 class StateStore:
-    """A folder with one store. Thread-safe, but for `commit`, `roll_back` and `close`, which nothing else may run with.
+    """A folder with one store. Thread-safe, except that nothing else may run during `commit`, `roll_back` and `close`.
 
-    Why one file with a log and not a file per tensor: a step replaces thousands of tensors, and all of them must appear
-    at once or not at all. One commit record does that; a rename per tensor does not.
+    Why one file with a log instead of a file per tensor: a step replaces thousands of tensors, and all of them must
+    appear at once or not at all. One commit record does that; a rename per tensor does not.
 
-    Storage for `WeightStream`s: keys are any hashable with a distinct `str`. Every write's checksum is kept. A read is
-    compared with it until all that an earlier process has left has been read once; what this one has written, and the
-    engine has audited, is not summed up again in every step.
+    A `Storage` for `WeightStream`: keys are any hashables whose `str` differ. The checksum of every write is kept.
+    Reads are verified against it until every tensor that an earlier process left has been read once; after that reads
+    are not verified, since this process has written the data itself and the engine has checked its writes.
     """
 
     def __init__(
         self, folder: Path, owner: str, config: DirectEngineConfig, faults: Any = None, *, new: bool = False
     ) -> None:
         self.folder, self._owner, self._config, self._faults = folder, owner, config, faults
-        self._compares = not new  # reads with their checksums
+        self._compares = not new  # whether reads are verified against their checksums
         self.opened_by = os.getpid()
-        self._made: list[Path] = []  # folders, by `create`
+        self._made: list[Path] = []  # folders that `create` has made
         self._registered: list[torch.Tensor] = []
         self._tier = self._open()
-        self._is_open = True  # not where it could not be opened again
-        self._unread = {key for key, _ in self._tier.engine.items()} - _NOT_STATES  # of an earlier process
+        self._is_open = True  # False after a failed reopening
+        # Tensors of an earlier process that were not read yet.
+        self._unread = {key for key, _ in self._tier.engine.items()} - _NOT_STATES
         self._moved_before = Transferred(0, 0, 0.0, 0.0)
         self._spare_bytes: int | None = None
         self._replacing = threading.Lock()
         self._replaced: deque[tuple[int, Completion]] = deque()  # bytes and writes since the last commit
-        self._facts: dict[str, Any] = {}  # of the last completed step
+        self._facts: dict[str, Any] = {}  # facts of the last completed step
         self._partial = self._is_missed = False
-        self._committing: dict[str, Any] | None = None  # facts of a commit that was begun, and of which no end is known
+        self._committing: dict[str, Any] | None = None  # facts of a commit that was begun and may not have ended
         self._snapshot: Snapshot | None = None
-        self._parts_bytes = 0  # read for snapshots
-        self._parts = threading.Lock()  # held while a part is read for the snapshot, and while the tier is replaced
+        self._parts_bytes = 0  # bytes read for snapshots
+        self._parts = threading.Lock()  # taken while a part is read for the snapshot, and while the tier is replaced
         open_stores.add(self)
 
     @classmethod
@@ -100,12 +101,12 @@ class StateStore:
         released: int = 0,
         faults: Any = None,
     ) -> StateStore:
-        """In the new or empty `folder`; all of `space` is taken now.
+        """Create a store in the new or empty `folder`, and allocate all of `space`.
 
-        `owner`: what the states are of; whoever opens them says the same. `released`: bytes on the same file system
-        that the caller gives back while it fills the store; where there are any, space is taken by what is written, and
-        the rest by `take_space`. Raises StorageError where there is no space, with nothing left behind, and ValueError
-        for a folder that holds something.
+        `owner`: a string that identifies what the states belong to; `open` must be called with the same. `released`:
+        bytes on the same file system that the caller frees while it fills the store; if there are any, only writes
+        allocate space, and `take_space` allocates the rest. Raises StorageError if the disk has not enough space, with
+        nothing left behind, and ValueError for a folder that is not empty, is in use, or cannot be created.
         """
         folder = Path(folder)
         if open_stores.is_open(folder):
@@ -136,7 +137,8 @@ class StateStore:
         *,
         faults: Any = None,
     ) -> StateStore:
-        """Of a process that ended, or was killed. Raises NotThisModel for another owner's, StorageError."""
+        """Open the store of a process that ended or was killed. Raises NotThisModel for another owner or no store,
+        ValueError if it is in use, and StorageError."""
         folder = Path(folder)
         open_stores.require_not_open(folder)
         found = owner_of(folder)
@@ -146,7 +148,8 @@ class StateStore:
         return cls(folder, owner, with_control_folder(folder), faults)
 
     def take_space(self) -> None:
-        """Take the space of the whole file, as far as it is not taken yet: what is in it stays. Raises StorageError."""
+        """Allocate the space of the whole file, as far as it is not allocated yet; its contents stay. Raises
+        StorageError."""
         path = self.folder / FILE
         with open(path, "r+b") as file:
             take_space(file, path, os.fstat(file.fileno()).st_size)
@@ -160,7 +163,7 @@ class StateStore:
             deadline = time.monotonic() + _DEAD_S
             while tier.engine.space().processes > 1:
                 interrupts.check()
-                gc.collect()  # a store of ours that a dropped store has left with transfers in flight
+                gc.collect()  # the other one may be a dropped store of this process, with transfers in flight
                 if time.monotonic() > deadline:
                     raise ValueError(f"{self.folder} is in use by another process: wait for it, or name another folder")
                 time.sleep(0.02)
@@ -173,13 +176,13 @@ class StateStore:
         return tier
 
     def _reopen(self) -> None:
-        """What was not committed is forgotten."""
+        """Close the file and open it again, which discards all that was not committed."""
         with self._no_part_is_read():
             if self._is_open:
                 self._moved_before = Transferred(*self._transferred, 0.0, 0.0)
                 self._is_open = False
                 self._tier.close()
-            if self._tier.left is not None:  # it still has the store
+            if self._tier.left is not None:  # the tier gave up on requests that may still be in flight
                 raise self._tier.left
             self._tier = self._open()
             self._is_open = True
@@ -195,7 +198,7 @@ class StateStore:
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether the tensor was written, committed or not."""
+        """Return whether the tensor was written, committed or not."""
         return self._tier.size_of(str(key)) is not None
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
@@ -213,12 +216,12 @@ class StateStore:
             self._replaced.append((size, written))
         return written
 
-    # -- a snapshot, for whoever copies the tensors while training goes on ---------------------------------------------
+    # -- a snapshot, for a save that copies the tensors while training goes on -----------------------------------------
 
     def take_snapshot(self, keys: Iterable[str]) -> Snapshot:
-        """The tensors of `keys` as they are now, which is as they were committed: whoever overwrites one waits until it
-        was copied (`read_part`). It is there until its `end`. RuntimeError where another one is, or where writes were
-        not committed."""
+        """Return a snapshot of the tensors of `keys` as they were last committed: a write to one of them waits until
+        the tensor was copied (`read_part`). It lasts until its `end`. Raises RuntimeError if another snapshot has not
+        ended, or if there are uncommitted writes."""
         if self._snapshot is not None and not self._snapshot.ended:
             raise RuntimeError(f"{self.folder}: there is a snapshot already: end it first")
         if self._tier.engine.uncommitted:
@@ -227,20 +230,20 @@ class StateStore:
         return self._snapshot
 
     def make_way(self, key: Hashable) -> None:
-        """Wait until the snapshot, if there is one, does not need the tensor any more. Any thread."""
+        """Wait until the snapshot, if there is one, no longer needs the tensor. Any thread."""
         if self._snapshot is not None:
             self._snapshot.make_way(str(key))
 
     def size_of(self, key: str) -> int:
-        """Bytes of a tensor that was written."""
+        """Return the size in bytes of a tensor that was written."""
         size = self._tier.size_of(key)
         assert size is not None, key
         return size
 
     def read_part(self, key: str, tensor: torch.Tensor, offset: int) -> None:
-        """Bytes of a snapshot's tensor from `offset` on; they are there on return. Any thread, also during `commit` and
-        `roll_back`. Raises StorageError, also for a tensor that is damaged, where it was not compared since the store
-        was opened."""
+        """Fill `tensor` with the bytes of a snapshot's tensor from `offset` on; complete on return. Any thread, also
+        during `commit` and `roll_back`. Raises StorageError, also for a damaged tensor: one that was not verified since
+        the store was opened is verified first."""
         with self._parts:
             if not offset and self._compares and key in self._unread:
                 for problem in self._tier.engine.verify([key]).values():
@@ -251,9 +254,8 @@ class StateStore:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def replace_within(self, spare_bytes: int) -> None:
-        """From here on there is space for so many bytes of second versions: a step that writes more is committed in
-        parts, and from the first of them to its `commit` the states are partial (`InterruptedUpdate`). Before the next
-        write."""
+        """Limit second versions to `spare_bytes` from now on: a step that writes more is committed in parts, and from
+        the first part to its `commit` the states are partial (`InterruptedUpdate`). Call it before the next write."""
         self._spare_bytes = spare_bytes
 
     def _make_space(self, size: int) -> None:
@@ -265,29 +267,29 @@ class StateStore:
             each, written = self._replaced.popleft()
             written.wait()
             used -= each
-        if not self._partial:  # with the first part, since all of a commit lasts or none of it
+        if not self._partial:  # the mark goes into the commit of the first part, which is atomic
             self._write_meta({**self._facts, _PARTIAL: True})
             self._partial = True
         self._tier.commit()
 
     def register(self, tensor: torch.Tensor) -> bool:
-        """Pin long-lived memory in the engine's rings, as `DirectEngine.register_buffer`, until `close`."""
+        """Register long-lived memory with the engine's rings until `close`, as `DirectEngine.register_buffer` does."""
         self._registered.append(tensor)
         return self._tier.register(tensor)
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
-        """Host memory of the engine below: (address, bytes)."""
+        """Bounce buffers of the I/O engine in host memory, as (address, bytes)."""
         return self._tier.engine.bounce_buffers
 
     @property
     def since_opened(self) -> Transferred:
-        """Of the engine below, with its rates; begins anew with a step that is taken back."""
+        """Bytes moved by the I/O engine and its rates since the file was last opened; a rollback resets them."""
         return self._tier.transferred
 
     @property
     def transferred(self) -> tuple[int, int]:
-        """Bytes read and written since the store was opened, but for a snapshot's."""
+        """Bytes read and written since the store was opened, without the reads for snapshots."""
         read, written = self._transferred
         return read - self._parts_bytes, written
 
@@ -302,18 +304,18 @@ class StateStore:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def commit(self, facts: dict[str, Any]) -> None:
-        """All writes, which the caller has waited for, and `facts` become the completed step: all or none.
+        """Make all writes and `facts` the completed step, atomically. The caller has waited for the writes.
 
         `facts`: JSON of at most `META_BYTES` (1 MiB), or ValueError. After a StorageError the completed step is still
-        the one before, and the writes of this one are uncommitted: `roll_back` forgets them. After an interrupt either
-        may be: `roll_back` finds out.
+        the previous one, and the writes of this step are uncommitted: `roll_back` discards them. After an interrupt it
+        may be either step: `roll_back` finds out which.
         """
         facts = json.loads(_as_json(facts))
         try:
             self._committing = facts
             self._write_meta(facts)
             self._tier.commit()
-        except Exception:  # of the drive; an interrupt is none
+        except Exception:  # an error of the drive; after an interrupt, a BaseException, the outcome stays open
             self._committing = None
             raise
         self._replaced.clear()
@@ -329,16 +331,17 @@ class StateStore:
 
     @property
     def all_compared(self) -> bool:
-        """Whether there is nothing left to compare, and reads still are: `compare_no_more` saves that."""
+        """Whether every tensor was verified once while reads are still verified: `compare_no_more` saves that work."""
         return self._compares and not self._unread
 
     def compare_no_more(self) -> None:
-        """All of the store was read once, or written by this process. Nothing may be in flight, nor uncommitted."""
+        """Stop verifying reads: every tensor was read once or written by this process. Reopens the file, so that
+        nothing may be in flight or uncommitted."""
         self._compares = False
         self._reopen()
 
     def require_space_for(self, facts: dict[str, Any]) -> None:
-        """ValueError where `commit` could not keep `facts`: they are no JSON, or more than `META_BYTES` (1 MiB)."""
+        """Raise ValueError if `commit` cannot keep `facts`: not JSON, or more than `META_BYTES` (1 MiB)."""
         _as_json(facts)
 
     def _write_meta(self, facts: dict[str, Any]) -> None:
@@ -346,34 +349,35 @@ class StateStore:
         self._tier.write(_META, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
 
     def write_buffers(self, raw: bytes | memoryview | None) -> None:
-        """A model's buffers, as bytes, with the next commit; None: none are kept from then on. The space for two
-        versions is `StoreSpace.slack`."""
+        """Write a model's buffers, as bytes, for the next commit; None: keep none from then on. They take two versions
+        from `StoreSpace.slack`."""
         if raw is None:
             self._tier.erase(_BUFFERS)
         else:
             self._tier.write(_BUFFERS, torch.frombuffer(bytearray(raw), dtype=torch.uint8)).wait()
 
     def kept_buffers(self) -> bytes | None:
-        """As they were written last; None: they were not."""
+        """Return the model's buffers as they were last written, or None if they were not."""
         return self._bytes_of(_BUFFERS)
 
     def commit_parts(self) -> None:
-        """All writes that the caller has waited for become the tensors' only version, with the facts as they are."""
+        """Make all writes, which the caller has waited for, the tensors' only version; the facts stay as they are."""
         self._tier.commit()
 
     def forget_step(self) -> None:
-        """No step is completed from here on, until the next `commit`."""
+        """Erase the completed step; there is none until the next `commit`."""
         self._tier.erase(_META)
         self._tier.commit()
         self._partial = True
 
     def erase(self, keys: Iterable[str]) -> None:
-        """With the next commit; those that are not there are none."""
+        """Erase tensors with the next commit; unknown keys are ignored."""
         for key in keys:
             self._tier.erase(key)
 
     def completed(self) -> dict[str, Any] | None:
-        """The facts of the last completed step; None: nothing was ever committed. Raises InterruptedUpdate."""
+        """Return the facts of the last completed step, or None if there is none. Raises InterruptedUpdate if the states
+        are partial."""
         found = self._kept()
         if found is None:
             return None
@@ -396,13 +400,15 @@ class StateStore:
 
     @property
     def update_was_cut_off(self) -> bool:
-        """Whether the last commit is a part of a step's update, which `StreamingEngine.resume` completes."""
+        """Whether the last commit is part of an interrupted update, which `StreamingEngine.resume` completes."""
         return "redo" in self._facts
 
     def roll_back(self) -> None:
-        """Forget what was not committed. Nothing may be in flight. A commit that was interrupted is the completed step
-        if the folder holds it. Raises InterruptedUpdate where that is not the whole of a step, or where the drive has
-        kept a commit that it had said to have failed in."""
+        """Discard everything uncommitted. Nothing may be in flight. After an interrupted commit, the step that the file
+        holds is the completed one.
+
+        Raises InterruptedUpdate if the file holds only a part of a step, and CommittedAfterAll if the drive has kept a
+        commit that it reported as failed."""
         if self._partial and self._spare_bytes is not None and self._committing is None:
             raise InterruptedUpdate.of(self.folder)
         facts, partial, begun = self._facts, self._partial, self._committing
@@ -423,7 +429,7 @@ class StateStore:
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """What was committed stays. Idempotent."""
+        """Close the file; the committed step stays. Ends the snapshot, if there is one. Idempotent."""
         if self._snapshot is not None:
             self._snapshot.end()
         with self._no_part_is_read():
@@ -432,12 +438,12 @@ class StateStore:
         self._registered.clear()
 
     def destroy(self) -> None:
-        """Close, and remove the folder."""
+        """Close, and remove the store's files, and the folder if it is empty then."""
         self.close()
         remove(self.folder)
 
     def undo(self) -> None:
-        """Close, and remove what `create` has made: a folder that was there stays."""
+        """Close, and remove what `create` has made; a folder that existed before stays."""
         self.close()
         undo_creation(self.folder, self._made)
 
@@ -456,7 +462,7 @@ def _as_json(facts: dict[str, Any]) -> bytes:
 
 
 def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]:
-    """(dtype, bytes) of the tensors of whatever store is in the folder, by their keys."""
+    """Return (dtype, bytes) of each tensor of the store in the folder, by key, whatever its owner."""
     owner = owner_of(folder)
     assert owner is not None, folder
     store = StateStore(Path(folder), owner, with_control_folder(Path(folder)))
@@ -467,10 +473,10 @@ def stored_tensors(folder: str | os.PathLike[str]) -> dict[str, tuple[str, int]]
 
 
 def kept_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was kept with the last completed step of whatever store is in the folder; empty where nothing was. A step
-    that `resume` is going to complete counts as completed.
+    """Return the facts kept with the last completed step of the store in the folder, whatever its owner; empty if there
+    are none. A step that `resume` will complete counts as completed.
 
-    Raises ValueError where another process uses it, InterruptedUpdate.
+    Raises ValueError if the store is in use, and InterruptedUpdate if its states are partial.
     """
     folder = Path(folder)
     owner = owner_of(folder)

@@ -1,4 +1,4 @@
-"""Steps of an engine: finished, kept, redone after a kill, and taken back after an error."""
+"""Steps of an engine: how they are finished, kept, redone after a kill, and rolled back after an error."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ _CUT_OFF = "a step's update was cut off: close the engine, and resume, which com
 
 
 class StepRuntime(EngineState):
-    """What makes a step last, and what forgets it.
+    """The layer of the engine that commits steps and rolls them back.
 
-    Why so much care: gradients are used while backward runs, so that until the commit the tier may hold any mixture of
-    two steps. Every error therefore goes through `_give_up_after`, which puts back the last committed step, or, with
-    one version of the states, leaves the step to be completed (`_unfinished`). Nothing is used before `_require_whole`
-    has seen that neither is outstanding.
+    Why this needs care: gradients are used while backward runs, so that until the commit the tier may hold any mixture
+    of two steps. Every error therefore goes through `_give_up_after`, which restores the last committed step, or, with
+    one version of the states, leaves the step to be completed (`_unfinished`). Each use of the engine first calls
+    `_require_whole`, which checks that neither is still pending.
     """
 
     def __init__(self, *parts: Any) -> None:
-        self._unfinished: str | None = None  # what is to be done about an update that is half on the tier
+        # The message for an update that is only partly on the tier: it says what to do about it.
+        self._unfinished: str | None = None
         self._refusal: type[InterruptedUpdate] = InterruptedUpdate
-        self._half_taken_back = False  # a step that failed, on a tier that failed again
-        self._completes = False  # an interrupt alone has cut an update off, which is completed at the next use
+        self._half_taken_back = False  # a step failed, and so did its rollback on the tier
+        self._completes = False  # an update was cut off by an interrupt only: it is completed at the next use
         self._restored = False
         super().__init__(*parts)
 
     # -- what may be used when -----------------------------------------------------------------------------------------
 
     def _require_usable(self) -> None:
-        """For a forward pass: weights are those of the last completed step. What a backward pass takes is its own."""
+        """Check, before weights are used, that a forward pass sees those of the last completed step. Inside of a
+        backward pass only the process is checked."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotStreamable(
                 "torch.func (grad, vjp, jvp, vmap and the like) needs copies of all weights, but a streamed model only "
@@ -72,8 +74,9 @@ class StepRuntime(EngineState):
 
     @whole
     def require_completed_step(self) -> None:
-        """Weights and states are those of the last completed step. RuntimeError where updates of the next one have
-        begun; a step that ended in an error is given up. Raises the error of an update that has failed unseen."""
+        """Check that weights and states are those of the last completed step. A step that ended in an error is given up
+        first. Raises RuntimeError if updates of the next step have begun, and the error of a failed update that was not
+        raised before."""
         self._require_whole(gives_up=torch._C._current_graph_task_id() == -1)
         self.updates.raise_failure()
         if self.updates.touched:
@@ -84,7 +87,8 @@ class StepRuntime(EngineState):
 
     @whole
     def require_no_gradients(self) -> None:
-        """No gradient has come since the last completed step: states can be replaced. RuntimeError."""
+        """Check that no gradient has come since the last completed step, so that states can be replaced. Raises
+        RuntimeError otherwise."""
         self.require_completed_step()
         if self.updates.pending:
             raise RuntimeError(
@@ -93,8 +97,9 @@ class StepRuntime(EngineState):
             )
 
     def _require_whole(self, *, gives_up: bool = False) -> None:
-        """This is the process that trains, and the tier holds whole steps. With `gives_up` a step whose backward pass
-        or update ended in an error that the loop has seen is forgotten."""
+        """Check that this is the process that trains and that the tier holds a whole step; retry a rollback that failed
+        and complete an update that an interrupt cut off. With `gives_up`, first discard a step whose backward pass or
+        update ended in an error that the loop has seen. Raises RuntimeError or InterruptedUpdate."""
         self.weights.require_own_process()
         if gives_up and (self.updates.failure_was_told or self.at_work.backward_begun):
             log.warning(
@@ -112,14 +117,15 @@ class StepRuntime(EngineState):
 
     @whole
     def finish_step(self, *, keep: bool = True, facts: dict[str, Any] | None = None) -> float | None:
-        """Until everything of this step is updated and written; the norm of all gradients, loss scale out.
+        """Wait until all updates of this step are done and written; return the 2-norm of all gradients, unscaled.
 
-        None: a gradient was infinite or NaN, and nothing was changed since the last `keep`. With `keep` the step is
-        completed; else the caller does that before the next one. `facts`: JSON that the step is kept with where a kill
-        cuts it off and `resume` completes it (`keep` gets the same); with the engine's own (some digits per parameter)
-        less than `META_BYTES`, 1 MiB, or ValueError before anything is updated. Raises what failed, StorageError,
-        InterruptedUpdate and others; the step is then given up (see `give_up`). With one version of the states a step
-        whose update has begun cannot be: it waits for `resume`, which completes it, and until then every use says so.
+        None means that a gradient was infinite or NaN: the weights and states are still those of the last `keep`. With
+        `keep` the step is completed too; otherwise the caller calls `keep` before the next step. `facts`: JSON that is
+        kept with the step, also if a kill cuts its update off and `resume` completes it (pass the same to `keep`);
+        together with the engine's own facts (some digits per parameter) less than `META_BYTES`, 1 MiB, or ValueError
+        before anything is updated. Raises the error that occurred, StorageError, InterruptedUpdate or others; the step
+        is then given up (see `give_up`). With one version of the states, a step whose update has begun cannot be given
+        up: `resume` completes it, and until then every use of the engine raises an error that says so.
         """
         self._require_no_function("optimizer.step()")
         self._require_whole()
@@ -129,10 +135,11 @@ class StepRuntime(EngineState):
             if self.at_work.backward_begun:
                 raise RuntimeError("the last backward pass raised an error: its step cannot be finished, do it again")
             norm = self._finish(facts or {}) if self.updates.pending else 0.0
-            self.generation += 1  # weights that wait for a backward pass are given back here, also without gradients
-            self._forget_passes()  # also those that no parameter got a gradient of
+            # Also for a step without gradients: its passes are over, and units kept for a backward pass are released.
+            self.generation += 1
+            self._forget_passes()
             self._hooks.give_back_kept()
-            if keep:  # in here, so that no interrupt finds the step updated and neither kept nor given up
+            if keep:  # inside of the try: an interrupt must not leave a step updated but neither kept nor given up
                 self._keep(facts or {})
         except BaseException as error:
             self._give_up_after(error)
@@ -147,7 +154,7 @@ class StepRuntime(EngineState):
             updates.sum_waiting()
         else:
             updates.finish_direct()
-            if not options.implicit_step:  # a scheduler's step comes before the forward pass that ends this one
+            if not options.implicit_step:  # there a scheduler may step before the forward pass that ends this step
                 updates.adam.require_same_settings()
         norm = updates.sums.norm(self.layout.order)
         if not bool(torch.isfinite(norm)):
@@ -162,7 +169,7 @@ class StepRuntime(EngineState):
             updates.scale *= clipping
         if options.redoes:
             gradients = self._auxiliary.gradients
-            assert gradients is not None  # something has come, and has been summed there
+            assert gradients is not None  # gradients are pending, and were summed in this stream
             gradients.flush()
             settings = [self._settings(name) for name in self.steps]
             self._update_in_parts(Redo.of(updates, settings, facts, self._kind_of_gradients()))
@@ -181,7 +188,7 @@ class StepRuntime(EngineState):
         return float(norm / self.scale)
 
     def _clipping(self, norm: torch.Tensor) -> float:
-        """What gradients are divided by besides the loss scale."""
+        """Return the factor, at least 1, by which clipping divides gradients in addition to the loss scale."""
         return max(1.0, (float(norm) / self.scale + 1e-6) / self._clip) if self._clip > 0 else 1.0
 
     def _count_step(self) -> None:
@@ -195,9 +202,9 @@ class StepRuntime(EngineState):
 
     @whole
     def keep(self, facts: dict[str, Any]) -> None:
-        """The finished step outlives the process from here on, with `facts` for `resume`: JSON, in all less than 1 MiB
-        (ValueError). After an error the weights, states and counts are those of the completed step before, and the step
-        is to be done again; but see `finish_step` for one version of the states."""
+        """Commit the finished step, so that it survives the process, with `facts` for `resume`: JSON, less than 1 MiB
+        together with the engine's own (else ValueError). After an error the weights, states and counts are those of the
+        previous completed step, and the step has to be done again; but see `finish_step` for one version."""
         self._require_whole()
         try:
             self._keep(facts)
@@ -215,7 +222,7 @@ class StepRuntime(EngineState):
             self._close_streams()
             try:
                 self.state_store.compare_no_more()
-            except OSError as error:  # the step is kept: whoever sees an error would do it twice
+            except OSError as error:  # the step is kept: a caller that sees an error would do it a second time
                 log.warning("memascend: the step is completed; reopening its states failed and is retried: %s", error)
                 self._half_taken_back = True
                 return
@@ -226,7 +233,7 @@ class StepRuntime(EngineState):
         self._kept_steps = dict(self.steps)
 
     def _record(self, facts: dict[str, Any], redo: dict[str, Any] | None = None, *, ahead: int = 0) -> dict[str, Any]:
-        """What a commit keeps besides the states, `ahead` steps from now."""
+        """Return what a commit keeps in addition to the states, as JSON; `ahead` is added to all counts of steps."""
         steps = [step + ahead for step in self.steps.values()]
         whole = {"steps": steps, "versions": self.options.versions, "facts": facts}
         if self.options.replaces_without_redo:
@@ -236,7 +243,8 @@ class StepRuntime(EngineState):
     # -- one version of the states: an update that is redone -----------------------------------------------------------
 
     def _update_in_parts(self, redo: Redo) -> None:
-        """Each unit's weights and states with one commit, that says so; gradients go with the step's own."""
+        """Update unit by unit, and commit each unit's weights and states with a record that names it as done. The
+        gradients are erased with the commit of the step itself."""
         all_done = {**redo.record, "done": [unit.key for unit in self.layout.units]}
         self.state_store.require_space_for(self._record({}, all_done))
         self._unfinished = _CUT_OFF
@@ -257,7 +265,8 @@ class StepRuntime(EngineState):
         return [str(self.options.gradients), self.options.zero_missing]
 
     def _complete(self, redo: Redo) -> dict[str, Any]:
-        """The step that an earlier process has begun to use its gradients for; the facts that it is kept with."""
+        """Complete the step that an earlier process began to update, from its stored gradients; return its facts.
+        Raises NotThisModel if gradients are to be read in another way than they were written."""
         if redo.record["kind"] != self._kind_of_gradients():
             raise NotThisModel(
                 f"{self.state_store.folder} holds gradients of a step that must be completed as {redo.record['kind']}, "
@@ -275,7 +284,7 @@ class StepRuntime(EngineState):
         return redo.facts
 
     def _complete_here(self) -> None:
-        """As `resume` does, where nothing but an interrupt has cut the update off."""
+        """Complete, as `resume` does, an update that only an interrupt has cut off."""
         try:
             kept = self.state_store.completed()
             assert kept is not None
@@ -287,8 +296,8 @@ class StepRuntime(EngineState):
 
     @whole
     def completed_steps(self) -> dict[str, int]:
-        """Of each trained parameter. After an interrupt the folder is looked at, and an update that it has cut off is
-        completed, where the drive allows."""
+        """Return the count of completed steps of each trained parameter. After an interrupt the folder is checked, and
+        an update that was cut off is completed, if the drive works."""
         if self._pid == os.getpid() and not self._closed:
             with contextlib.suppress(OSError, RuntimeError, ValueError):  # the next use of the engine raises it
                 self._require_whole()
@@ -298,9 +307,9 @@ class StepRuntime(EngineState):
 
     @whole
     def give_up(self) -> None:
-        """After an error in the loop: forget the current step. Everything is as after the last completed one.
+        """Discard the current step after an error in the loop: everything is as after the last completed step.
 
-        Raises InterruptedUpdate where that cannot be (`EngineOptions.redo`): the engine can then only be closed."""
+        Raises InterruptedUpdate if that is impossible (`EngineOptions.redo`): the engine can then only be closed."""
         if self._closed:
             return
         self.weights.require_own_process()
@@ -325,8 +334,8 @@ class StepRuntime(EngineState):
                 error.add_note(self._unfinished)
 
     def _take_back(self, *, written: bool) -> None:
-        """Nothing of this step stays: what is in memory or written may be half of it. Where the tier does not open
-        again, whoever needs the engine next tries once more."""
+        """Discard all of this step, in memory and, with `written`, on the tier, since any of it may be incomplete. If
+        the store cannot be reopened, the next use of the engine retries."""
         self.generation += 1
         self._half_taken_back = self._half_taken_back or written
         synchronize(self.units.device)
@@ -352,6 +361,6 @@ class StepRuntime(EngineState):
         self._half_taken_back = False
 
     def _look_at_kept_steps(self) -> None:
-        """A commit that Ctrl-C fell into may have been done all the same."""
+        """Read the counts of steps from the store, since a commit that Ctrl-C interrupted may have succeeded."""
         if (kept := self.state_store.completed()) is not None:
             self._kept_steps = dict(zip(self.layout.order, kept["steps"], strict=True))

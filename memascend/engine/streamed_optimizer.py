@@ -1,4 +1,4 @@
-"""The optimizer of a streamed model: torch's interface over states that are on a tier."""
+"""The optimizer of a streamed model: torch.optim's interface to states that are on a tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("memascend")
 
 
 class Session(Protocol):
-    """What an optimizer belongs to: `memascend.engine.streaming.streaming` from the moment on in which it has one."""
+    """The session that an optimizer belongs to: a `memascend.engine.streaming.streaming` with an engine."""
 
     engine: StreamingEngine | None
     note: dict[str, Any]
@@ -35,15 +35,15 @@ _SUPPORTED = {"lr", "betas", "eps", "weight_decay"}
 
 
 class StreamedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW (or Adam without decay) whose states and parameters are on a tier; made by `streaming`.
+    """torch.optim.AdamW (or Adam without decay) whose states and parameters are on a tier; created by `streaming`.
 
-    Updates run while backward does, with each group's settings as they are then; `step` waits for them and completes
-    the step. A parameter that got no gradient is left as it is. `norm` is the 2-norm of all gradients of the last step,
-    None where the step was left out. `state` is empty: `state_dict` reads the states into a file that its tensors are
-    views of, so that no memory is proportional to the model; they have the shapes of the parameters and the dtype of
-    `EngineOptions.states`; 8-bit moments are `memascend.ops.adamw8.AdamW8bit`'s. All methods are the training thread's.
-    What may be looked at between `backward()` and `step()`, and what becomes of the model's own methods, stands at
-    `streaming`.
+    Updates run during backward, with the settings that each group has then; `step` waits for them and completes the
+    step. A parameter that got no gradient stays unchanged. `norm` is the 2-norm of all gradients of the last step, or
+    None if the step was skipped. `state` is empty: `state_dict` reads the states into a file and returns tensors that
+    are views of it, so that no host memory is proportional to the model; they have the shapes of the parameters and the
+    dtype of `EngineOptions.states`; 8-bit moments are those of `memascend.ops.adamw8.AdamW8bit`. Call all methods from
+    the training thread. `streaming` documents what may be read between `backward()` and `step()`, and how the model's
+    own methods behave.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for it in its `step`."""
+        """Raise NotStreamable: torch.amp.GradScaler reads this attribute in its `step`."""
         raise no_scaler()
 
     def take_over(self, facts: dict[str, Any], names: Mapping[Any, str]) -> None:
-        """Settings of the groups as they were kept with the last step. ValueError where the groups are others."""
+        """Set the groups' settings to those kept with the last step. Raises ValueError for other groups."""
         kept = facts.get("groups", [])
         if len(kept) not in (0, len(self.param_groups)):
             raise ValueError(
@@ -137,23 +137,24 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Until all updates of this step are done, written and completed; what `closure` returns.
+        """Wait until all updates of this step are done and written, complete the step, and return the result of
+        `closure`.
 
-        With a gradient that is infinite or NaN the step changes nothing.
+        If a gradient is infinite or NaN, the step changes nothing.
 
         Raises:
-            StorageError: and whatever else failed since the last step; the states are those of the step before it.
-                With one version of the states, once its update has begun, the step can only be completed: the error
-                says so, and so does every use until the session is closed and resumed. After KeyboardInterrupt the next
-                use completes it, such as a look at `session.steps`.
-            ValueError: `session.note` is no JSON or too large; nothing has changed, and `step` can be called again.
-            InterruptedUpdate: with `redo=False`, where what was written cannot be taken back.
+            StorageError: or any other error since the last step; the states are those of the step before it. With one
+                version of the states, a step whose update has begun can only be completed: the error says so, and so
+                does every use until the session is closed and resumed. After KeyboardInterrupt the next use completes
+                it, such as reading `session.steps`.
+            ValueError: `session.note` is not JSON or too large; nothing has changed, and `step` can be called again.
+            InterruptedUpdate: with `redo=False`, if the writes of the step cannot be rolled back.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with uninterrupted:  # Ctrl-C finds the step done, or not done, in all that is kept of it
+        with uninterrupted:  # so that Ctrl-C comes before or after all these changes, and never between them
             facts = self.facts()
             arrived = frozenset(self.engine.updates.arrived)
             self.norm = self.engine.finish_step(facts=facts)
@@ -163,10 +164,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that came since the last step, and what was updated with them.
+        """Discard the gradients since the last step, and all updates made with them.
 
-        With `set_to_none=False` parameters that have had a gradient are updated in the next step whether they get one
-        or not, with zeros, as by torch.optim.
+        With `set_to_none=False`, parameters that have had a gradient are updated with zeros in the next step if they
+        get no gradient, as in torch.optim.
         """
         if self._session is not None:
             self.engine.forget_gradients(set_to_none=set_to_none)
@@ -179,8 +180,9 @@ class StreamedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, with "master" next to the moments of 16-bit parameters; with 8-bit moments as
-        `AdamW8bit`'s, codes and "scales" of uint8. Views of a file that goes with the last of them."""
+        """Return a state dict as torch.optim.AdamW's, with "master" next to the moments of 16-bit parameters; with
+        8-bit moments as `AdamW8bit`'s, with codes and "scales" of uint8. Tensors are views of a file that is removed
+        with the last of them. Raises RuntimeError as `StreamingEngine.require_completed_step`."""
         engine, names = self.engine, self._names()
         engine.require_completed_step()
         keys, element = engine.layout.state_names, engine.layout.stored_states.itemsize
@@ -190,7 +192,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         )
         state: dict[int, dict[str, torch.Tensor]] = {}
         for number, (parameter, name) in enumerate(names.items()):
-            if engine.steps.get(name):  # none of a frozen one
+            if engine.steps.get(name):  # frozen parameters have no steps
                 found = engine.read_states(name)
                 state[number] = {"step": torch.tensor(float(engine.steps[name]))}
                 state[number] |= {
@@ -204,10 +206,11 @@ class StreamedAdamW(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Settings and states, torch.optim.AdamW's too; weights of 16 bits follow their masters where these are given.
-        8-bit moments are taken as codes with their scales, to the bit, or made of numbers, rounded to nearest; codes
-        are refused where moments are numbers. Completed at once. Raises ValueError for groups, settings or states that
-        do not fit, and nothing has changed then."""
+        """Load settings and states, also those of torch.optim.AdamW, and commit them as a completed step. 16-bit
+        weights are set from their masters if these are given. 8-bit moments are loaded as codes with their scales, to
+        the bit, or quantized from floating-point moments, rounded to nearest; codes are refused where moments are
+        floating-point. Raises ValueError for groups, settings or states that do not fit, and RuntimeError if a gradient
+        has come since the last step; nothing has changed then."""
         groups, own = state_dict["param_groups"], self.param_groups
         for group in groups:
             if asked := [name for name in REFUSED if group.get(name)]:
@@ -232,7 +235,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 given[name], steps[name] = {}, 0
         session, self._session = self._session, None
         try:
-            super().load_state_dict({**state_dict, "state": {}})  # or it says what does not fit of the groups
+            super().load_state_dict({**state_dict, "state": {}})  # raises ValueError for groups that do not fit
         finally:
             self._session = session
 
@@ -245,7 +248,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         engine.keep(self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """Kept with each step."""
+        """Return the note and the groups' settings as JSON, which is kept with each step. Raises ValueError."""
         session = self._session
         assert session is not None
         if not isinstance(session.note, dict):
@@ -260,7 +263,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
 
 def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of torch's optimizer with these settings. Raises ValueError for values that it refuses."""
+    """Return the defaults of torch's optimizer with these settings. Raises ValueError for values that it refuses."""
     try:
         return kind([torch.zeros(1)], **settings).defaults
     except (TypeError, IndexError) as error:
@@ -283,12 +286,12 @@ def _checked_step(name: str, saved: dict[str, Any]) -> int:
 
 
 def _members(group: dict[str, Any], names: Mapping[Any, str]) -> str:
-    """Short for the names of a group's parameters."""
+    """Return a short digest of the names of a group's parameters."""
     return hashlib.sha256("\n".join(sorted(names[p] for p in group["params"])).encode()).hexdigest()[:16]
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings as JSON; a scheduler's (initial_lr) among them."""
+    """Return a group's settings as JSON, including a scheduler's (initial_lr)."""
     kept = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor):

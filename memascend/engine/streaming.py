@@ -1,4 +1,4 @@
-"""A plain PyTorch loop over a model that lives on a tier: three lines around it (LoHan, Fig. 4).
+"""Training a model that is kept on a tier, with three lines around a plain PyTorch loop (LoHan, Fig. 4).
 
     with streaming("/mnt/nvme/run") as session:                                   # LoHan_init
         model = session.hook(Model(config))                                       # LoHan_hook
@@ -7,7 +7,7 @@
             loss(model(data), target).backward()
             optimizer.step()
 
-The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closures and state dicts are torch's.
+The optimizer is a `torch.optim.Optimizer`: parameter groups, schedulers, closures and state dicts work as in torch.
 """
 
 from __future__ import annotations
@@ -39,34 +39,35 @@ log = logging.getLogger("memascend")
 
 
 def _shortly(thing: object) -> str:
-    """Of whatever a user hands over, in one line."""
+    """Return an object's repr in one line of at most 100 characters."""
     return textwrap.shorten(repr(thing), 100, placeholder=" ...")
 
 
 class streaming:
-    """A folder on the SSD in which one model is trained; a context, since it owns threads, memory and files.
+    """A training session of one model in a folder on the SSD; a context manager, since it owns threads, memory and
+    files. Not thread-safe.
 
-    The folder is new or empty, or with `resume` one that holds the states of the same model: training goes on after
-    the last completed step (`steps`, `note`). At the end the states stay there; `session.remove()` deletes them.
-    `allocator`: of all host memory (default: exact pinned memory). Not thread-safe.
+    The folder is new or empty, or with `resume` contains the states of the same model: training continues after the
+    last completed step (`steps`, `note`). The states stay there at the end; `session.remove()` deletes them.
+    `allocator` allocates all host memory (default: pinned memory of exact size).
 
-    **Between `backward()` and `step()`**, evaluation and `generate` (forward passes without a graph), the model's
-    `state_dict` and `save_pretrained`, `engine.read_weights` and the optimizer's `state_dict` see the weights and
-    states of the last completed step where the gradients of this one wait: with `clip`, `wait`, one version of the
-    states that can be redone, and between the passes of `accumulate`, before the last. Where gradients are used as they
-    come (the default), the weights are then half updated, and all of these raise RuntimeError: call `optimizer.step()`
-    first, or `optimizer.zero_grad()`, which forgets the step. So does a forward pass with a graph, unless
-    `implicit_step`, and a backward pass beyond the announced number always. Loading states is refused while any
-    gradient waits. `parameter.grad` there raises RuntimeError where gradients are used as they come; where they wait
-    it is a `WaitingGradient`: its 2-norm and its product with a number, and so torch's clip_grad_norm_, get_total_norm
-    and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an error in a backward pass or an
-    update, each of these gives the step up first, and sees the last completed one.
+    **Between `backward()` and `step()`** gradients either wait or are used as they arrive. They wait with `clip`,
+    `wait`, one version of the states that can be redone, and in all but the last pass of `accumulate`: evaluation and
+    `generate` (forward passes without a graph), the model's `state_dict` and `save_pretrained`, `engine.read_weights`
+    and the optimizer's `state_dict` then see the weights and states of the last completed step. Where gradients are
+    used as they arrive (the default), the weights are half updated, and all of these raise RuntimeError: call
+    `optimizer.step()` first, or `optimizer.zero_grad()`, which discards the step. A forward pass with a graph raises
+    it too, unless `implicit_step` is set, and so does any backward pass beyond the announced number. Loading states is
+    refused while any gradient waits. `parameter.grad` raises RuntimeError where gradients are used as they arrive;
+    where they wait it is a `WaitingGradient`, which supports its 2-norm and the product with a number, and thus torch's
+    clip_grad_norm_, get_total_norm and clip_grads_with_norm_ under any name; all else raises NotStreamable. After an
+    error in a backward pass or an update, each of these first gives the step up, and sees the last completed one.
 
-    **The model's parameters** hold one NaN while they are not at work, and what looks at it (`p.norm()`, `p.data` in a
-    sum) raises NotStreamable: their values are in `state_dict()`, the model's or any part's, and in
-    `engine.read_weights()`. `to`, `half`, `cuda` and the like raise NotStreamable where they
-    would change something, and so do `load_state_dict`, copies and pickles: convert and load before the optimizer is
-    made. After `close` the model stays empty, and calling or saving it raises RuntimeError.
+    **The model's parameters** contain a single NaN while they are not in use, and operations that read it (`p.norm()`,
+    `p.data` in a sum) raise NotStreamable: their values are in `state_dict()`, of the model or of any submodule, and in
+    `engine.read_weights()`. `to`, `half`, `cuda` and the like raise NotStreamable where they would change something,
+    and so do `load_state_dict`, copies and pickles: convert and load before the optimizer is created. After `close` the
+    model stays empty, and calling or saving it raises RuntimeError.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class streaming:
             raise ValueError(f"streaming(folder): the path of a folder, got {folder!r}")
         if allocator is not None and not callable(getattr(allocator, "allocate", None)):
             raise ValueError(f"streaming(allocator=...): an allocator of memascend.memory.pinned, got {allocator!r}")
-        # Absolute: the loop may change its directory, and its states stay where they are.
+        # An absolute path, since the loop may change its working directory.
         self.folder, self._allocator = Path(folder).absolute(), allocator
         try:
             os.stat(self.folder)
@@ -98,9 +99,9 @@ class streaming:
         self._blocks: Sequence[nn.Module] | None = None
         self._device: torch.device | str | None = None
         self.engine: StreamingEngine | None = None
-        self._made: weakref.ref[StreamedAdamW] | None = None  # the optimizer, which holds the session
-        # The user's, as JSON of less than 1 MiB: kept with each step, and here again after a resume. Keys of dicts may
-        # be numbers, too; a dict's subclass comes back as a dict.
+        self._made: weakref.ref[StreamedAdamW] | None = None  # weak, since the optimizer refers to the session
+        # The user's data, as JSON of less than 1 MiB: kept with each step and restored by a resume. Keys of dicts may
+        # also be numbers; a subclass of dict comes back as a dict.
         self.note: dict[str, Any] = {}
 
     def hook(
@@ -110,21 +111,21 @@ class streaming:
         *,
         device: torch.device | str | None = None,
     ) -> nn.Module:
-        """Name the model that will be trained. Nothing moves before the optimizer is made.
+        """Set the model to be trained. Its weights stay in memory until the optimizer is created.
 
         Args:
-            model: any module with lists of layers (see `find_blocks`), its parameters of one dtype: float32, bfloat16
-                or float16. It may wait in files (`memascend.integrations.lazy_loading`).
+            model: any module with lists of layers (see `find_blocks`), all its parameters of one dtype: float32,
+                bfloat16 or float16. Its weights may still be in files (`memascend.integrations.lazy_loading`).
             blocks: modules that are in memory one at a time, each with a forward pass (default: all layers).
-            device: what computes, such as "cuda" for a model in host memory; batches belong there, too (default: where
-                the model is).
+            device: the device that computes, such as "cuda" for a model in host memory; batches must be on it, too
+                (default: the model's device).
 
         Returns:
             The same model.
 
         Raises:
-            RuntimeError: there is an optimizer already, whose model is another one; another session has the model's
-                weights.
+            ValueError: an argument of the wrong type, or a device that torch cannot compute on.
+            RuntimeError: the session has an optimizer already, or another session has the model's weights.
 
         Example:
 
@@ -138,7 +139,7 @@ class streaming:
             if other := [each for each in blocks if not isinstance(each, nn.Module)]:
                 raise ValueError(f"hook(model, blocks=...): modules of the model in a list, got {_shortly(other[0])}")
         if device is not None:
-            EngineOptions(device=device)  # or it raises
+            EngineOptions(device=device)  # raises ValueError for a device that cannot compute
         require_not_streamed(model)
         self._model, self._blocks, self._device = model, blocks, device
         return model
@@ -156,32 +157,33 @@ class streaming:
         options: EngineOptions | None = None,
         **settings: Any,
     ) -> StreamedAdamW:
-        """Move the model to the folder, or take it from there; its optimizer.
+        """Move the model to the folder, or with `resume` read its states from it, and create its optimizer.
 
         Args:
             kind: torch.optim.AdamW or Adam (without decay).
-            params: what torch takes (default: all that train).
-            accumulate: backward passes in a step; one more is refused.
-            clip: the largest norm of all gradients. It may differ in the last digit from the one that torch's
-                clip_grad_norm_ finds in memory.
-            wait: torch.nn.utils.clip_grad_norm_ is called in the loop, or norms of gradients are looked at. With any of
-                these three, gradients wait on the SSD for one more pass; without, `parameter.grad` raises.
-            implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the step
-                before it.
-            unfreezes: what is frozen now and in `params` (default: all of the model) may be trained later
-                (`requires_grad_(True)` between two steps): it gets states, zeros until then. Also for a resume.
-            options: all the rest, and of these five what is not named here.
-            settings: the optimizer's own (lr, betas, eps, weight_decay).
+            params: parameters or groups, as torch.optim takes them (default: all parameters that are trained).
+            accumulate: number of backward passes per step; one more raises RuntimeError.
+            clip: the largest 2-norm of all gradients. The norm may differ in the last digit from the one that torch's
+                clip_grad_norm_ computes in memory.
+            wait: the loop calls torch.nn.utils.clip_grad_norm_ or reads norms of gradients. With any of these three,
+                gradients wait on the SSD, at the cost of one more write and read of them; without, `parameter.grad`
+                raises.
+            implicit_step: the loop has no `optimizer.step()` (LoHan, Fig. 4b); each forward pass completes the previous
+                step.
+            unfreezes: parameters that are frozen now and in `params` (default: all of the model's) may be trained later
+                (`requires_grad_(True)` between two steps): they get states, zeros until then. Also for a resume.
+            options: all other options, and those of the five above that are not passed here.
+            settings: settings of the optimizer itself (lr, betas, eps, weight_decay).
 
         Raises:
-            ValueError: for what cannot be done, before anything has moved.
-            StorageError: where the disk has no space.
-            MemoryError: for host buffers.
-            RuntimeError: no model was named, or there is an optimizer already.
+            ValueError: unsupported arguments or models; nothing has moved then.
+            StorageError: the disk has not enough space.
+            MemoryError: host buffers cannot be allocated.
+            RuntimeError: `hook` was not called, or there is an optimizer already.
 
         Returns:
-            A torch.optim.Optimizer; the model's parameters are empty from here on but for the moments in which they are
-            at work (see the class).
+            A torch.optim.Optimizer. From here on the model's parameters are empty except while they are in use (see the
+            class).
 
         Example:
 
@@ -210,12 +212,12 @@ class streaming:
         return made
 
     def _start(self, made: StreamedAdamW, options: EngineOptions) -> None:
-        """The engine, in a new store or in that of an earlier run."""
+        """Start the engine on a new store, or resume it on that of an earlier run."""
         start: Callable[..., Any] = StreamingEngine.resume if self._resume else StreamingEngine.start
         found = start(
             self._model,
             self.folder,
-            lambda: made.param_groups,  # of now: load_state_dict puts others in their place
+            lambda: made.param_groups,  # read at each use, since load_state_dict replaces the groups
             options,
             blocks=self._blocks,
             allocator=self._allocator,
@@ -236,34 +238,35 @@ class streaming:
     ) -> list[Any]:
         """Run `function` on each micro-batch of a step, all of them through a block before any enters the next.
 
-        As `[function(each) for each in micro_batches]`, and to the bit; but weights are read twice a step, and not
-        twice a micro-batch, and gradients are summed in memory, and not on the SSD (GreedySnake, arXiv 2512.17570).
-        `micro_batches` are at most as many as `optimizer(accumulate=...)` has announced.
+        The results equal those of `[function(each) for each in micro_batches]` to the bit; but weights are read twice
+        per step instead of twice per micro-batch, and gradients are summed in memory instead of on the SSD
+        (GreedySnake, arXiv 2512.17570). There are at most as many `micro_batches` as `optimizer(accumulate=...)` has
+        announced.
 
-        Each runs in a thread of its own, one at a time, and the threads take turns at the model's blocks. So the
-        function may share nothing between micro-batches that it changes, but for the model; it calls `backward()` once,
-        and it holds no lock around the model. The first call with a function, and with other modules in training mode,
-        runs one micro-batch after the other and looks whether they are independent. They are not where the forward pass
-        draws random numbers (dropout), or hooks or changes the model (other than the running averages of torch's batch
-        norms); these go one after the other always, with a line in the log that says why, and so do those with swapped
-        activations, on a device other than the CPU, through the blocks in varying order, or after other backward passes
-        of the step.
+        Each micro-batch runs in its own thread, one at a time, and the threads take turns at the model's blocks. So the
+        function must not change anything that micro-batches share, except the model; it calls `backward()` once, and
+        it takes no lock around the model. The first call with a function, or with other modules in training mode, runs
+        one micro-batch after the other and checks whether they are independent. They are not if the forward pass draws
+        random numbers (dropout), registers hooks or changes the model (except the running averages of torch's batch
+        norms). Such micro-batches always run one after the other, with a line in the log that says why; so do those
+        with swapped activations, on a device other than the CPU, through the blocks in varying order, or after other
+        backward passes of the step.
 
         Args:
             function: the body of a loop over micro-batches: forward pass, loss, `backward()`.
-            micro_batches: what it is called with, one at a time.
-            order: "horizontal" for one after the other.
+            micro_batches: the arguments of `function`, one per call.
+            order: "vertical", or "horizontal" to run one micro-batch after the other.
 
         Raises:
             ValueError: for another order.
-            RuntimeError: more micro-batches than the step has backward passes left, before any has begun; or called
-                inside of itself.
-            NotStreamable: micro-batches that were independent in the first step are not any more.
-            BaseException: what `function` raises. The current step is then given up, and all is as after the last
-                completed one; no thread runs any more. Ctrl-C is answered at the next block.
+            RuntimeError: more micro-batches than the step has backward passes left (before any has begun), or a call
+                from inside of `function`.
+            NotStreamable: micro-batches that were independent in the first step no longer are.
+            BaseException: any error that `function` raises. The current step is then given up, the model is as after
+                the last completed step, and no thread is running. Ctrl-C takes effect at the next block.
 
         Returns:
-            What `function` returned, in the order of the micro-batches.
+            The results of `function`, in the order of the micro-batches.
 
         Example:
 
@@ -278,24 +281,26 @@ class streaming:
         return self._engine().accumulate(function, micro_batches, order=order)
 
     def save(self, folder: str | os.PathLike[str], *, states: bool = True, background: bool = True) -> BackgroundSave:
-        """Save the model as it is after the last completed step, and go on training while it is written.
+        """Save the model as it is after the last completed step, while training continues.
 
-        The folder is new or empty, and appears whole, when all is on the disk: `model.safetensors` with parameters (a
-        tied one once) and persistent buffers by their names, as `safetensors.torch.load_model` and `from_pretrained`
-        take them; and for `load` `states.safetensors` and `states.json`. Host memory: one buffer of 4 MiB.
+        The folder is new or empty, and appears only when all of the save is on the disk: `model.safetensors` with the
+        parameters (a tied one once) and persistent buffers by their names, as `safetensors.torch.load_model` and
+        `from_pretrained` read them; and for `load`, `states.safetensors` and `states.json`. It takes one buffer of
+        4 MiB in host memory.
 
         Args:
-            folder: where it is written; in the end the save's value.
-            states: also masters, moments, counts of steps, settings of the groups, and `note` as it is now.
-            background: training goes on at once; an update waits where it would overwrite what is not copied yet.
-                False: the save is there on return.
+            folder: the folder to write; `wait` returns its path.
+            states: also save masters, moments, counts of steps, settings of the groups, and `note` as it is now.
+            background: return at once; an update that would overwrite data not copied yet waits for it. False: return
+                when the save is complete.
 
         Returns:
-            The save: `done()`, and `wait()`, which returns the folder, or raises what went wrong. One runs at a time: a
-            second one waits for the first. `close` waits for it, too, and raises its error where nobody has asked.
+            The save, with `done()` and `wait()`, which returns the folder or raises the save's error. One save runs at
+            a time: a second one waits for the first. `close` waits for it, too, and raises its error if `wait` has not
+            raised it.
 
         Raises:
-            ValueError: the folder is there and not empty, or the disk is full.
+            ValueError: the folder exists and is not empty, or the disk is full.
             RuntimeError: there is no optimizer yet, or a step is in progress: call `optimizer.step()` first.
 
         Example:
@@ -313,15 +318,15 @@ class streaming:
         return save
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Put back what `save` wrote with its states: the weights that train, masters and moments, counts of steps,
-        settings of the groups, buffers and `note`. It is a completed step at once.
+        """Restore what `save` wrote with `states`: the trained weights, masters and moments, counts of steps, settings
+        of the groups, buffers and `note`. The result is committed as a completed step on return.
 
         Args:
-            folder: of a save of the same model, with the same groups, weights and states of the same dtypes.
+            folder: a save of the same model, with the same groups, and weights and states of the same dtypes.
 
         Raises:
-            ValueError: it is no such folder; nothing has changed then.
-            RuntimeError: a gradient has come since the last step.
+            ValueError: the folder is not such a save; nothing has changed then.
+            RuntimeError: there is no optimizer yet, or a gradient has come since the last step.
 
         Example:
 
@@ -340,8 +345,8 @@ class streaming:
 
     @property
     def steps(self) -> int:
-        """Completed in this folder, the earlier runs' among them (the most of any parameter). After an interrupt an
-        update that it has cut off is completed first."""
+        """Number of steps completed in this folder, including earlier runs (the maximum over all parameters). After an
+        interrupt, an update that was cut off is completed first."""
         return max(self._engine().completed_steps().values(), default=0)
 
     def _engine(self) -> StreamingEngine:
@@ -359,15 +364,15 @@ class streaming:
             raise RuntimeError("there is already an optimizer: one training per folder")
 
     def remove(self) -> None:
-        """End, and delete the states."""
+        """End the session and delete the states."""
         if self.engine is not None:
             self.engine.close(destroy=True)
         else:
             state_files.remove(self.folder)
 
     def close(self) -> None:
-        """End: threads, memory and descriptors go, the states of the last completed step stay. Idempotent. A save is
-        waited for; its error is raised, when all is closed, where nobody has asked for it."""
+        """End the session: release threads, memory and descriptors; the states of the last completed step stay on the
+        SSD. Idempotent. It waits for a save in progress, and at the end raises its error if nothing else has."""
         if self.engine is not None:
             self.engine.close()
             self.engine.raise_unseen_failure_of_save()
@@ -379,12 +384,12 @@ class streaming:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-        elif self.engine is not None:  # whose error is the one to be seen
+        elif self.engine is not None:  # the error in the block is the one to raise, not one of a save
             self.engine.close()
 
 
 def _chosen(options: EngineOptions | None, **named: Any) -> EngineOptions:
-    """The options, with what the call itself names (None: it does not) in their place."""
+    """Return the options with the arguments that are not None in place of theirs. Raises ValueError."""
     options = EngineOptions() if options is None else options
     if not isinstance(options, EngineOptions):
         raise ValueError(f"options=: an EngineOptions, got {options!r}: write options=EngineOptions(...)")
@@ -400,7 +405,7 @@ def _say_why_gradients_wait(options: EngineOptions) -> None:
 
 @contextlib.contextmanager
 def _all_trained(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """While the engine looks at what is trained."""
+    """Make all parameters of the groups trainable while the engine determines which ones are trained."""
     frozen = [p for group in groups for p in group["params"] if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)

@@ -1,8 +1,8 @@
-"""Traffic-aware activation swapping (LoHan, IV-D): the first iteration is profiled, then it is decided by a rule.
+"""Traffic-aware activation swapping (LoHan, IV-D): the first iteration is profiled, then a rule decides what to swap.
 
-Inputs of blocks wait on the tier in any case. Of what the products inside of blocks leave, the chosen results go to
-host memory as far as there is space and to the SSD otherwise, through the activation cache; the others are computed
-again. Gradients are those of computing all of it again, to the bit.
+Inputs of blocks are offloaded to the tier in any case. Of the products' results inside of blocks, the chosen ones go to
+host memory while there is space and to the SSD otherwise, through the activation cache; the others are recomputed.
+Gradients equal those of recomputing everything, to the bit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from memascend.swapping import (
     iteration_s,
 )
 
-_LEAST_BYTES = 4096  # of a result that is swapped
+_LEAST_BYTES = 4096  # smaller results are not swapped
 _LINK_BYTES, _LINK_PASSES = 32 << 20, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What the first iteration was found to be: see `memascend.swapping.Traffic`."""
+    """Profile of the first iteration, in bytes and FLOP; implements `memascend.swapping.Traffic`."""
 
     layers: int
     between_blocks: float
@@ -61,7 +61,8 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """`more_bytes` beyond the inputs of blocks are swapped in a pass; seconds of an iteration are the model's."""
+    """The bytes to swap per pass in addition to the inputs of blocks (`more_bytes`), of those that could be swapped
+    (`offered_bytes`), with the seconds per iteration that LoHan's model predicts with and without them."""
 
     rule: str
     more_bytes: float
@@ -85,7 +86,8 @@ class Decision:
 
 
 def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
-    """By one of `memascend.swapping.RULES`; else `rule` is "all", a number of bytes, or a share of all ("50%")."""
+    """Decide how many bytes to swap. `rule`: one of `memascend.swapping.RULES`, "all", a number of bytes, or a share of
+    all bytes ("50%")."""
     most = step.all_activations - step.between_blocks
     if rule in RULES:
         more = RULES[rule](step, rates) - step.between_blocks
@@ -108,18 +110,19 @@ def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
 
 
 def link_rate(device: torch.device) -> float:
-    """Bytes per second of copies to the device; in host memory, where that is the CPU."""
+    """Measure the bytes per second of copies to the device, or within host memory if the device is the CPU."""
     source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target, fastest = torch.empty_like(source, device=device, pin_memory=False), 0.0
     for _ in range(_LINK_PASSES):
         begin = time.perf_counter()
-        target.copy_(source)  # which returns when it is done
+        target.copy_(source)  # returns when the copy is complete
         fastest = max(fastest, _LINK_BYTES / (time.perf_counter() - begin))
     return fastest
 
 
 class Swapping:
-    """Of one model. `tier()` makes what the SSD's share goes to, after `room_bytes` of `allocator`. Not thread-safe."""
+    """Activation swapping of one model. Swapped results first take up to `room_bytes` of host memory from `allocator`;
+    the rest goes to the tier that `tier()` creates. Not thread-safe."""
 
     def __init__(
         self,
@@ -143,18 +146,18 @@ class Swapping:
 
     @property
     def flops(self) -> int:
-        """Of the blocks' forward passes; 0: nothing is known yet."""
+        """FLOP of the forward passes of all blocks; 0 before the profile."""
         return sum(each.flops for products in self._seen.values() for each in products)
 
     def computed_again(self, key: str) -> float:
-        """Share of a block's forward pass, by its FLOP."""
+        """Return the share of a block's forward pass that backward recomputes, measured in FLOP."""
         products, chosen = self._seen.get(key, []), self._chosen.get(key, frozenset())
         left = sum(each.flops for number, each in enumerate(products) if number not in chosen)
         return left / sum(each.flops for each in products) if chosen else 1.0
 
     @contextlib.contextmanager
     def forward(self, key: str, inputs: Sequence[torch.Tensor]) -> Iterator[Taken]:
-        """Around a block's forward pass: what is taken of it, complete at the end."""
+        """Context for a block's forward pass; yields the record of the results taken, complete at its end."""
         if self.decision is None:
             measuring = Measuring()
             with measuring.around():
@@ -170,11 +173,12 @@ class Swapping:
             yield Taken()
 
     def backward(self, key: str, taken: Taken) -> contextlib.AbstractContextManager[Any]:
-        """Around its recomputation."""
+        """Return the context for the recomputation of a block, in which results that were taken replace products."""
         return Replaying(taken, key).around() if taken.names else contextlib.nullcontext()
 
     def decide(self, rates: Rates, outside_share: float, **traffic: float) -> Decision:
-        """After the first iteration. `outside_share`: of forward, over the blocks; `traffic`: of `Iteration`."""
+        """Decide what to swap, after the first iteration. `outside_share`: forward time outside of the blocks as a
+        fraction of that of the blocks; `traffic`: the other fields of `Iteration`."""
         places: dict[tuple[int, str], list[tuple[str, Seen]]] = {}
         for key, products in self._seen.items():
             for number, each in enumerate(products):
@@ -200,7 +204,8 @@ class Swapping:
     def _choose(
         self, more: float, order: list[tuple[int, str]], places: dict[tuple[int, str], list[tuple[str, Seen]]]
     ) -> int:
-        """Whole results, in the order of the benefit and of the blocks, as far as `more` bytes go; bytes."""
+        """Choose whole results, by benefit and then in the order of the blocks, up to `more` bytes; return their
+        bytes."""
         chosen: dict[str, set[int]] = {}
         taken = 0
         for place in order:
@@ -221,7 +226,7 @@ class Swapping:
         return taken
 
     def close(self) -> None:
-        """What was swapped is lost. Idempotent."""
+        """Detach from the model and discard everything that was swapped. Idempotent."""
         take_off_left_over()
         self._undo()
         self._undo = lambda: None

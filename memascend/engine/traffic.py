@@ -1,8 +1,9 @@
-"""What a step of the engine reads and writes, and what its folder takes, from a layout and options alone.
+"""Bytes that a step reads and writes, and bytes that its folder takes, computed from a layout and options alone.
 
-A plan counts with these what a run then moves: no weights, no files. Steps are steady ones: the first step reads more,
-since it does not know yet in which order the blocks come. Which weights are still in memory when they are needed again
-is not a formula here: the stream of a run (`WeightStream`) goes through a step over a storage that only counts.
+A plan uses these to predict the traffic of a run, without weights or files. The counts are those of a steady step: the
+first step reads more, since it does not know the order of the blocks yet. Which weights are still in memory when they
+are needed again is not computed by a formula: the same `WeightStream` as in a run goes through a step, over a storage
+that only counts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _STEP = 1000  # a number of steps with as many digits as most have
 
 
 class MatrixUse(NamedTuple):
-    """What a matrix that comes by slices is: an embedding, a head, or both (tied)."""
+    """Uses of a matrix that is streamed in slices: as an embedding, a head, or both (tied)."""
 
     embedding: bool
     head: bool
@@ -47,14 +48,14 @@ class MatrixUse(NamedTuple):
 
 
 def matrix_uses(units: ModelUnits) -> dict[str, MatrixUse]:
-    """Of a model's sliced matrices, by their keys."""
+    """Return the uses of a model's sliced matrices, by key."""
     kinds = {key: {type(module) for module in units.modules[key]} for key in units.matrices}
     return {key: MatrixUse(torch.nn.Embedding in found, torch.nn.Linear in found) for key, found in kinds.items()}
 
 
 @dataclass
 class Traffic:
-    """Bytes of one step by (phase, what)."""
+    """Bytes read and written in one step, each by (phase, kind of data)."""
 
     read: Counter[tuple[str, str]] = field(default_factory=Counter)
     written: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -78,7 +79,7 @@ class Traffic:
         return dict(sums)
 
     def of_phases(self, moved: Mapping[tuple[str, str], int]) -> dict[str, int]:
-        """`read` or `written`, by phase."""
+        """Return the bytes of `read` or `written` by phase."""
         return {phase: sum(nbytes for (when, _), nbytes in moved.items() if when == phase) for phase in PHASES}
 
 
@@ -90,11 +91,12 @@ def step_traffic(
     uses: Mapping[str, MatrixUse] | None = None,
     facts_bytes: int = 0,
 ) -> Traffic:
-    """Of a steady step in which every trained parameter gets a gradient, and every slice of an embedding is looked at.
+    """Return the traffic of a steady step in which every trained parameter gets a gradient and every slice of an
+    embedding is used. `options.clip` counts as in a step whose gradients wait for their norm (see `speculation`).
 
-    `options.versions`: None counts as two. `input_numel`: elements of a block's input (its hidden states); `uses`: of
-    sliced matrices, by `Unit.matrix` (default: heads); `facts_bytes`: of what the loop keeps with each step, as JSON.
-    Results inside of blocks that are swapped (`options.swap`) are decided in the run, and not in it.
+    `options.versions`: None counts as two. `input_numel`: elements of a block's input (its hidden states). `uses`: uses
+    of sliced matrices, by `Unit.matrix` (default: heads). `facts_bytes`: size of the JSON that the loop keeps with each
+    step. Swapped results inside of blocks (`options.swap`) are decided during a run and not included.
     """
     made, passes, uses = Traffic(), options.accumulate, uses or {}
     if layout.units:
@@ -120,7 +122,7 @@ def _update_phase(options: EngineOptions) -> str:
 
 
 def _add_weights(made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
-    """By a step of as many passes as differ: the first, one in the middle, and the last."""
+    """Count reads of weights by replaying the passes that differ: the first, one in the middle, and the last."""
     replayed = _Replay(layout, options, uses)
     passes = min(options.accumulate, 3)
     for number in range(passes):
@@ -132,7 +134,7 @@ def _add_weights(made: Traffic, layout: Layout, options: EngineOptions, uses: Ma
 
 
 class _Replay:
-    """The order in which a step asks for weights, put to the stream and the slots of a run."""
+    """A replay of a step's requests for weights, with the stream and the slots of a run."""
 
     def __init__(self, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
         self._layout, self._options = layout, options
@@ -145,7 +147,7 @@ class _Replay:
         self._blocks = [unit.key for unit in _blocks(layout)]
         self._resident = [unit.key for unit in layout.units if unit.kind is Kind.RESIDENT]
         self._looked_up = [[unit.key] for unit in layout.units if unit.kind is Kind.LOOKED_UP]
-        self._heads: list[list[str]] = []  # slices by their matrix
+        self._heads: list[list[str]] = []  # keys of slices, by matrix
         for matrix, slices in itertools.groupby(layout.units, key=lambda unit: unit.matrix):
             use, keys = uses.get(matrix, MatrixUse(embedding=False, head=True)), [unit.key for unit in slices]
             self._looked_up += [keys] if matrix and use.embedding else []
@@ -153,12 +155,13 @@ class _Replay:
         self._kept: list[str] = []
 
     def one_pass(self, *, last: bool) -> tuple[int, int]:
-        """Bytes that are read in forward and in backward; of the `last` one with updates, where nothing waits."""
+        """Return the bytes read in forward and in backward. The backward of the `last` pass includes the reads for
+        updates of looked-up weights, if gradients do not wait."""
         before = self._storage.read_bytes
         self._stream.read_ahead([*self._blocks, *reversed(self._blocks)])
         self._visit(*self._looked_up, self._blocks)
         if not self._kept:
-            self._stream.fetch(self._resident)  # until the last backward pass has ended
+            self._stream.fetch(self._resident)  # kept until the last backward pass has ended
             self._kept = self._resident
         self._visit(*self._heads)
         between = self._storage.read_bytes
@@ -168,12 +171,12 @@ class _Replay:
                 self._stream.release(key)
             self._kept = []
             trained = {unit.key for unit in self._layout.units if unit.trained}
-            for keys in self._looked_up if not self._options.waits else ():  # closed when their gradients come
+            for keys in self._looked_up if not self._options.waits else ():  # fetched again when their gradients come
                 self._visit([key for key in keys if key in trained])
         return between - before, self._storage.read_bytes - between
 
     def update(self) -> int:
-        """Bytes that are read after backward: of weights that masters do not replace as a whole."""
+        """Return the bytes read after backward: of weights that are not entirely overwritten from masters."""
         before = self._storage.read_bytes
         for unit in reversed(self._layout.units):
             if self._options.waits and unit.trained and (self._layout.own_masters or unit.frozen_numel):
@@ -182,7 +185,7 @@ class _Replay:
         return self._storage.read_bytes - before
 
     def _visit(self, *each: Sequence[str]) -> None:
-        """One tensor after the other; of slices the next ones set out meanwhile."""
+        """Fetch and release one tensor after the other, with the prefetches that a run makes for slices."""
         for keys in each:
             for number, key in enumerate(keys):
                 self._stream.fetch([key])
@@ -192,7 +195,7 @@ class _Replay:
 
 
 def _add_update(made: Traffic, layout: Layout, options: EngineOptions, unit: Unit) -> None:
-    """States in and out, weights out."""
+    """Count the reads and writes of a unit's states, and the writes of its weights."""
     phase, element = _update_phase(options), layout.weights.itemsize
     states = sum(map(layout.states_numel, unit.pieces)) * layout.stored_states.itemsize
     made.read[phase, STATES] += states
@@ -201,7 +204,7 @@ def _add_update(made: Traffic, layout: Layout, options: EngineOptions, unit: Uni
 
 
 def _add_gradients(made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
-    """Those that wait on the tier: for all of a step, for its other passes, or for a matrix's other use."""
+    """Count gradients that wait on the tier: for the whole step, for its other passes, or for a matrix's other use."""
     passes = options.accumulate
     every = sum(_gradient_bytes(piece, options) for piece in layout.pieces)
     made.written[BACKWARD, GRADIENTS] += every * (passes if options.waits else passes - 1)
@@ -213,26 +216,27 @@ def _add_gradients(made: Traffic, layout: Layout, options: EngineOptions, uses: 
 
 
 def _gradient_bytes(piece: Piece, options: EngineOptions) -> int:
-    """Of a piece's, as it waits."""
+    """Return the bytes of a piece's gradients on the tier."""
     return padded(piece.numel, options.gradients) * options.gradients.itemsize
 
 
 def _of_first_uses(layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> Iterator[int]:
-    """Gradients of a tied head by slices, which wait for those of the embedding in the same pass."""
+    """Yield the bytes of gradients of sliced tied heads, which wait for those of the embedding in the same pass."""
     for unit in layout.units:
         if unit.kind is Kind.SLICE and unit.matrix in uses and uses[unit.matrix].tied:
             yield from (_gradient_bytes(piece, options) for piece in unit.pieces)
 
 
 def gradients_wait(layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse] | None = None) -> bool:
-    """Whether any gradient goes by the tier: then there are buffers for that."""
+    """Return whether any gradient goes through the tier, so that buffers for it are needed."""
     return options.waits or options.accumulate > 1 or any(_of_first_uses(layout, options, uses or {}))
 
 
 def auxiliary_tensor_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> list[int]:
-    """Of each tensor in the auxiliary file, in the order in which they come; empty: there is no such file."""
+    """Return the bytes of each tensor in the auxiliary file, in the order of their creation; empty if there is no such
+    file."""
     found = []
     if options.checkpoints == "tier" and input_numel:
         found += [padded(input_numel, layout.weights) * layout.weights.itemsize] * len(_blocks(layout))
@@ -245,7 +249,7 @@ def auxiliary_tensor_bytes(
 
 
 def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Unit]:
-    """Backward goes from head and norm through the blocks to the embeddings."""
+    """Return the units in the order of their gradients: from head and norm through the blocks to the embeddings."""
     looked_up = [u for u in layout.units if u.kind is Kind.LOOKED_UP or (u.matrix in uses and uses[u.matrix].embedding)]
     blocks = _blocks(layout)
     first = [unit for unit in layout.units if unit not in blocks and unit not in looked_up]
@@ -255,8 +259,8 @@ def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Un
 def folder_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
-    """What the store's folder takes on its disk while training goes on: the states' file, the auxiliary one, and the
-    control file of each."""
+    """Return the bytes that the store's folder takes on its disk during training: the file of the states, the auxiliary
+    file, and the control file of each."""
     versions = options.versions or 2
     states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)
     auxiliary = auxiliary_file_bytes(layout, options, input_numel=input_numel, uses=uses)
@@ -266,13 +270,14 @@ def folder_bytes(
 def auxiliary_file_bytes(
     layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
 ) -> int:
-    """Of the auxiliary file, for gradients that wait and inputs of blocks, and of its control file."""
+    """Return the bytes of the auxiliary file (gradients that wait, inputs of blocks) and of its control file."""
     found = auxiliary_tensor_bytes(layout, options, input_numel=input_numel, uses=uses)
     return scratch_file_bytes(found) if found else 0
 
 
 def _record_bytes(layout: Layout, options: EngineOptions, facts_bytes: int) -> Iterator[int]:
-    """Of each of a step's commits, what it keeps as JSON (`StreamingEngine._record`, `in_place_update.Redo`)."""
+    """Yield, for each commit of a step, the bytes of its JSON record (`StreamingEngine._record`,
+    `in_place_update.Redo`)."""
     count = len(layout.order)
     record = _json({"steps": [_STEP] * count, "versions": options.versions or 2}) + facts_bytes
     if options.redoes:
@@ -285,7 +290,7 @@ def _record_bytes(layout: Layout, options: EngineOptions, facts_bytes: int) -> I
                 done += len(unit.key) + len('"", ')
                 yield done
     elif options.replaces_without_redo:
-        yield record  # which says that they are partial
+        yield record  # the mark that the states are partial
     yield record
 
 
@@ -294,7 +299,7 @@ def _json(what: object) -> int:
 
 
 class _Counting:
-    """A storage whose reads are done at once."""
+    """A storage that only counts the bytes of reads, which are done at once."""
 
     def __init__(self) -> None:
         self.read_bytes = 0

@@ -1,6 +1,6 @@
-"""A model whose weights are elsewhere: units of modules get them before they are needed, and give them back after.
+"""Weights of a streamed model: the parameters of a unit refer to its slot while it is in use, and are empty otherwise.
 
-Between its uses a parameter is a shape over one NaN, so that whatever touches it unseen shows.
+An empty parameter is a view of a single NaN with the parameter's shape, so that an unnoticed use becomes visible.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WITH_DLPACK = ("cpu", "cuda", "xpu")
 
 
 class UnitWeights:
-    """Which units are in memory, and who needs them: parameters are views of a slot while somebody does.
+    """Counts the uses of each unit; its parameters are views of a slot while there is any.
 
-    Why `.data` is exchanged and the parameters stay: optimizers, hooks and tied modules refer to the objects. Why an
-    empty parameter is one NaN: whatever reads it by mistake shows in the loss, and a view of one element has any shape
-    without memory. Why uses are counted: modules nest, and a unit may be in use by forward, by backward and by an
-    update at once. The last use of a thread to end makes the parameters empty again.
+    Why `.data` is replaced and not the parameter: optimizers, hooks and tied modules refer to the parameter objects.
+    Why an empty parameter is one NaN: reading it by mistake shows in the loss, and a view of one element can have any
+    shape without taking memory. Why uses are counted: modules nest, and forward, backward and an update may use a unit
+    at the same time. The end of the last use makes the parameters empty again.
 
-    In a forked child (a DataLoader's worker) all of them are empty: it did not get the slots, which a ring has pinned,
-    nor the threads.
+    In a forked child (a DataLoader's worker) all parameters are empty: the child has neither the slots, which are
+    pinned by a ring, nor the threads.
     """
 
     _all: ClassVar[weakref.WeakSet[UnitWeights]] = weakref.WeakSet()
@@ -47,18 +47,19 @@ class UnitWeights:
         self._pid = os.getpid()
         self._all.add(self)
         self._uses: dict[str, int] = {}
-        self._marks: dict[str, list[tuple[int, int]]] = {}  # of units in use, from when they came
-        self._storages: dict[str, list[StorageWeakRef]] = {}  # of a unit's uses, by its key
-        self._lent: dict[str, Unit] = {}  # with one use each, and empty parameters
-        # Set by the engine: raises in a forked child, and where the values are of a step half done.
+        self._marks: dict[str, list[tuple[int, int]]] = {}  # `_mark` of units in use, as of their first use
+        self._storages: dict[str, list[StorageWeakRef]] = {}  # storages of a unit's uses, by its key
+        self._lent: dict[str, Unit] = {}  # units whose memory is still referred to: one use each, parameters empty
+        # Set by the engine: raises in a forked child, and where the weights are those of a step half done.
         self.require_usable: Callable[[], None] = lambda: None
         self.nothing = torch.full((), torch.nan, dtype=units.layout.weights, device=units.device)
         self._empty = {p: self.nothing.expand(p.shape) for p in units.names}
-        self._classes: dict[nn.Parameter, tuple[type[nn.Parameter], type[nn.Parameter]]] = {}  # at work, and at rest
+        # Each parameter's class while it is in use, and while it is empty.
+        self._classes: dict[nn.Parameter, tuple[type[nn.Parameter], type[nn.Parameter]]] = {}
 
     def watch_rest(self) -> Callable[[], None]:
-        """Parameters refuse from here on to be looked at while they are empty; returns the undo. Their classes are not
-        to be changed meanwhile."""
+        """Make empty parameters raise an error when their values are read (`placeholder_parameters`), and return a
+        function that undoes it. Their classes must not be changed in between."""
         self._classes = {p: (type(p), placeholder_class(type(p))) for p in self._empty if p.numel()}
 
         def undo() -> None:
@@ -70,13 +71,13 @@ class UnitWeights:
 
     @classmethod
     def leave_children_none(cls) -> None:
-        """In a child, right after the fork."""
+        """Empty all parameters in a forked child, right after the fork."""
         for weights in list(cls._all):
             for used in [unit for unit in weights.units.layout.units if weights.is_in_use(unit)]:
                 weights.empty(used)
 
     def require_own_process(self) -> None:
-        """RuntimeError in a fork of the process that trains the model."""
+        """Raise RuntimeError in a fork of the process that trains the model."""
         if self._pid != os.getpid():
             raise RuntimeError(
                 f"the weights of a streamed model belong to the process that trains it ({self._pid}), and this is a "
@@ -85,7 +86,7 @@ class UnitWeights:
 
     @whole
     def take(self, unit: Unit) -> None:
-        """The unit's weights are in its parameters on return. Raises what `require_usable` raises."""
+        """Begin a use of the unit: its parameters have their weights on return. Raises what `require_usable` raises."""
         self.require_usable()
         self._end_loans(unit)
         if unit.key in self._lent:
@@ -95,7 +96,7 @@ class UnitWeights:
             self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
             values = self.values(unit)
-            if self.device.type in _WITH_DLPACK:  # the same memory, as a storage of this use's own
+            if self.device.type in _WITH_DLPACK:  # a separate storage over the same memory, for this use
                 values = torch.from_dlpack(values)  # type: ignore[attr-defined]
                 memory = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
                 self._views(unit).append(memory)
@@ -106,12 +107,12 @@ class UnitWeights:
             self._marks[unit.key] = self._mark(unit)
 
     def _mark(self, unit: Unit) -> list[tuple[int, int]]:
-        """Memory and version of each parameter."""
+        """Return (address, version) of each parameter of the unit."""
         return [(parameter.data_ptr(), parameter._version) for _, parameter in self.units.pairs(unit)]
 
     def refusal_of_change(self, unit: Unit) -> NotStreamable | None:
-        """Where a forward pass has written to the weights of a unit in use, or has put others in their place:
-        what it has changed goes with their memory. Changes through `.data` in place are not seen."""
+        """Return an error if a forward pass has written to the weights of a unit in use or replaced them, since such
+        changes are lost with the unit's memory; otherwise None. In-place changes through `.data` are not detected."""
         was, now = self._marks[unit.key], self._mark(unit)
         if was == now:
             return None
@@ -132,14 +133,14 @@ class UnitWeights:
                 raise
 
     def values(self, unit: Unit) -> torch.Tensor:
-        """All of a unit in use, flat, on the device."""
+        """Return all weights of a unit in use as a flat tensor on the device, a view of its slot."""
         stream = self.stream if self._on_device is None else self._on_device
         return stream.tensor(unit.key)
 
     @whole
     def give_back(self, unit: Unit, *, lend: bool = False) -> None:
-        """One use ends. With `lend` the last one's memory stays as it is while a tensor outside refers to it, such as
-        a module's result that is a view of its parameter; the unit must have a slot of its own."""
+        """End a use. With `lend`, the memory of the last use is kept while a tensor elsewhere refers to it, such as a
+        module's result that is a view of its parameter; the unit must have a slot of its own."""
         self._uses[unit.key] -= 1
         if not self._uses[unit.key]:
             self.empty(unit)
@@ -151,15 +152,15 @@ class UnitWeights:
         self.stream.release(unit.key)
 
     def is_referred_to(self, unit: Unit) -> bool:
-        """Whether a tensor outside refers to the memory in which the unit's weights were, though nobody holds them.
-        Unknown, and False, on devices without DLPack."""
+        """Return whether a tensor elsewhere still refers to the memory of the unit's weights, although it is not in
+        use. Always False on devices without DLPack, where this is unknown."""
         if self.is_in_use(unit) or not self._views(unit):
             return False
-        gc.collect()  # what a circle of Python objects has kept
+        gc.collect()  # the reference may be part of a cycle of unreachable objects
         return bool(self._views(unit))
 
     def _views(self, unit: Unit) -> list[StorageWeakRef]:
-        """Storages of the unit's uses to which something refers."""
+        """Return the storages of the unit's uses that are still referred to."""
         storages = self._storages.setdefault(unit.key, [])
         storages[:] = [each for each in storages if not each.expired()]  # type: ignore[no-untyped-call]
         return storages
@@ -171,7 +172,7 @@ class UnitWeights:
 
     @whole
     def end_loans(self) -> None:
-        """Before the stream is closed: what somebody still refers to of weights without a use is theirs no more."""
+        """End the uses of all lent units, before the stream is closed, even if tensors still refer to their memory."""
         for unit in list(self._lent.values()):
             del self._lent[unit.key]
             self.give_back(unit)
@@ -181,7 +182,7 @@ class UnitWeights:
 
     @whole
     def empty(self, unit: Unit) -> None:
-        """Let go of the memory: shape and type stay, and all elements are one NaN."""
+        """Make the unit's parameters empty: shape and dtype stay, and all elements are views of one NaN."""
         for _, parameter in self.units.pairs(unit):
             self._empty_one(parameter, self._empty[parameter])
 
@@ -195,14 +196,14 @@ class UnitWeights:
 
     @whole
     def empty_all(self) -> None:
-        """Of the whole model, sliced parameters among them."""
+        """Make all parameters of the model empty, including sliced ones."""
         for parameter, nothing in self._empty.items():
             forget(parameter)
             self._empty_one(parameter, nothing)
 
     @whole
     def abandon(self) -> None:
-        """After an error: nobody needs anything. The stream's buffers go back by themselves."""
+        """End all uses after an error, and make all parameters empty. The stream takes its buffers back by itself."""
         self._lent.clear()
         for unit in self.units.layout.units:
             while self._uses.get(unit.key, 0) > 0:

@@ -1,14 +1,16 @@
-"""Gradients on their way into the optimizer states, three ways (LoHan IV-C), by way of the tier where they must wait.
+"""Optimizer updates from gradients in three schedules (LoHan IV-C); gradients that must wait are kept on the tier.
 
-`none`       the optimizer runs after backward, as ZeRO-Infinity's: gradients wait on the tier, and each piece is read,
-             updated and written before the next one is.
-`naive`      as a piece's gradients arrive, its states are read, updated and written, one after the other (Fig. 3a).
-`optimized`  the three stages overlap: states of the next pieces are read while one is updated and the one before it is
-             written, which is after those reads began (Fig. 3b).
+`none`       the optimizer runs after backward, as in ZeRO-Infinity: gradients wait on the tier, and each piece is read,
+             updated and written before the next one.
+`naive`      as a piece's gradients arrive, its states are read, updated and written, one stage after the other
+             (Fig. 3a).
+`optimized`  the three stages overlap: the states of the next pieces are read while one piece is updated and the one
+             before it is written; a write starts after those reads have started (Fig. 3b).
 
-Each hand-over is a completion that is waited for: states are updated when their read has ended, their slot goes on when
-the write has. One thread does all of it during backward, and takes no other core's help from the products; backward
-waits where more gradients would be in memory than may. What comes after backward is done by the training thread itself.
+Stages are synchronized by completions: states are updated when their read has ended, and their slot is reused when
+their write has ended. During backward one thread does all of this on a single core, so that matrix products keep the
+other cores; backward blocks while the gradients in memory exceed their limit. After backward the training thread does
+the work itself.
 """
 
 from __future__ import annotations
@@ -34,17 +36,19 @@ from memascend.ops.threads import compute_alone
 
 
 class Updates:
-    """One model's gradients and updates. All methods are the training thread's; what it need not wait for is done in
-    another one.
+    """Gradients and optimizer updates of one model. Call all methods from the training thread; work that it need not
+    wait for runs in a second thread.
 
-    `settings(name)`: what a parameter is updated with. `gradients()`: the stream of gradients that wait; made when it
-    is first asked for. `zero_missing`: a parameter that got no gradient in a step is updated with zeros, as in ZeRO's
-    flat groups; else it is left as it is, as torch.optim does. `copies`: brings the gradients of an accelerator.
+    `settings(name)` returns the AdamW settings of a parameter. `gradients()` returns the stream of gradients that wait,
+    and creates it on the first call. `zero_missing`: a parameter without a gradient in a step is updated with zeros, as
+    in ZeRO's flat groups; otherwise it stays unchanged, as in torch.optim. `copies` copies gradients from an
+    accelerator to host memory (None on the CPU).
 
-    Why one thread, and no more: reading, updating and writing of different pieces overlap, which hides the drive, while
-    a second thread of AdamW would take cores from backward's products. Why each piece has a state (`StepPieces`): its
-    gradient comes in several parts, maybe again in a later pass, and a unit's weights must not change while backward
-    still computes with them. So an update waits until the piece is complete, and weights are written when the unit is.
+    Why one thread and no more: reading, updating and writing of different pieces overlap, which hides the drive's
+    latency, while a second AdamW thread would take cores from backward's products. Why each piece has a state
+    (`StepPieces`): its gradient comes in several parts, possibly again in a later pass, and a unit's weights must not
+    change while backward still computes with them. So an update waits until its piece is complete, and weights are
+    written when all pieces of the unit are updated.
     """
 
     def __init__(
@@ -65,13 +69,13 @@ class Updates:
         self._weights, self._states, self._gradients = weights, states, gradients
         self._zero_missing, self._copies = zero_missing, copies
         self._units = {unit.key: unit for unit in layout.units}
-        self._places: dict[tuple[str, int], list[tuple[Piece, Run]]] = {}  # of a part
+        self._places: dict[tuple[str, int], list[tuple[Piece, Run]]] = {}  # pieces and runs that contain a part
         for piece in layout.pieces:
             for run in piece.runs:
                 self._places.setdefault(run.part.key, []).append((piece, run))
         trained = [sum(p.numel for p in unit.pieces) for unit in layout.units]
         self.most_waiting_bytes = 2 * max(trained, default=0) * layout.weights.itemsize
-        self._expected: list[str] = []  # pieces in the order in which they came last time
+        self._expected: list[str] = []  # keys of pieces, in the order of the last step's updates
         self._thread = JobThread(
             "memascend-updates", compute_alone, self._close_without_writing, self.most_waiting_bytes
         )
@@ -80,15 +84,15 @@ class Updates:
 
     def _begin(self) -> None:
         self.sums = SquareSums()
-        self.scale = 1.0  # what the gradients carry; the loss scale, and in the end clipping
+        self.scale = 1.0  # gradients are divided by it: the loss scale, times the clipping factor once that is known
         self._pieces = StepPieces(self.layout)
         self._arrived: set[tuple[str, int]] = set()  # parts that got a gradient
-        self._order: list[str] = []  # pieces, as their updates began
+        self._order: list[str] = []  # keys of pieces, in the order in which their updates began
         self.adam.begin()
         self.zeroed: frozenset[str] = frozenset()  # parameters that are updated with zeros if they get no gradient
-        self._replaced: set[str] = set()  # units of which no element stays: their weights need not be read
+        self._replaced: set[str] = set()  # units that the update overwrites as a whole: their weights are not read
 
-    # -- from the training thread --------------------------------------------------------------------------------------
+    # -- called from the training thread -------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
@@ -97,27 +101,30 @@ class Updates:
 
     @property
     def touched(self) -> bool:
-        """Whether an update of this step has begun: weights and states may be neither those before it nor after it."""
+        """Whether an update of this step has begun, so that weights and states may mix those before and after it."""
         return self._pieces.any_begun
 
     @property
     def arrived(self) -> set[str]:
-        """Names of the parameters that got a gradient in this step."""
+        """Names of the parameters that have received a gradient in this step."""
         return {name for name, _ in self._arrived}
 
     @property
     def failure_was_told(self) -> bool:
-        """Whether an update has failed and the training thread has had its error."""
+        """Whether an update has failed and its error has been raised in the training thread."""
         return self._thread.failure_was_raised
 
     def expect(self) -> None:
-        """Backward is about to begin: the states that it will need first are read."""
+        """Read ahead the states that backward, which is about to begin, will need first."""
         if self.arm == "optimized" and self._states is not None and self._expected and not self.touched:
             self._states.read_ahead(self._expected)
 
     def arrive(self, part: Part, gradient: torch.Tensor, *, wait: bool, last: bool) -> None:
-        """`gradient` is the updates' own from now on. `wait`: it goes to the tier; else it is used at once. `last`: of
-        this parameter in this step."""
+        """Take ownership of a part's gradient. `wait`: it goes to the tier; otherwise it is used at once. `last`: it is
+        the last one of this parameter in this step. Blocks while too many bytes of gradients are in memory.
+
+        Raises the error of an update that has failed, and NotStreamable for a second gradient in one backward pass.
+        """
         self.raise_failure()
         if any(self._pieces.takes_no_more(piece, part.key) for piece, _ in self._places[part.key]):
             raise NotStreamable(
@@ -144,20 +151,20 @@ class Updates:
             self._thread.submit(lambda: self._update_arrived(piece, gradients, ready))
 
     def _hold_open(self, piece: Piece) -> None:
-        """The unit's weights stay where they are until all of its pieces are updated."""
+        """Begin a piece's update; if its unit's weights are in memory, keep them until all its pieces are updated."""
         self._pieces.move(piece, PieceState.UPDATED)
         self._order.append(piece.key)
         if self._weights.is_in_use(self._units[piece.unit]):
             self._open_unit(piece.unit)
 
     def has_begun(self, unit: Unit) -> bool:
-        """Whether an update of the unit's weights has begun in this step."""
+        """Return whether an update of the unit's weights has begun in this step."""
         return any(map(self._pieces.has_begun, unit.pieces))
 
     def end_unit(self, unit: Unit, *, wait: bool, last: bool) -> None:
-        """Backward has gone through the unit: what came of pieces that are not complete goes the way of the others, and
-        pieces of which nothing came wait for nothing any more, so that the unit's slot is free. Where no gradient came
-        at all (torch.autograd.grad of activations), the sums of earlier passes stay on the tier: more may come."""
+        """Process the rest of a unit that backward has passed: pieces with some gradients are treated as complete, and
+        pieces without any are finished, so that the unit's slot can be freed. If no gradient came at all
+        (torch.autograd.grad of activations), the sums of earlier passes stay on the tier, since more may come."""
         left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
         came = [piece for piece in left if self._has_come(piece)]
         if not wait and (came or self._pieces.is_open(unit.key)):
@@ -169,7 +176,7 @@ class Updates:
                 self._idle(piece)
 
     def _zeroes(self, part: Part) -> bool:
-        """Whether a part that got no gradient is updated with zeros."""
+        """Return whether a part that got no gradient is updated with zeros."""
         return self._zero_missing or part.name in self.zeroed
 
     def _has_zeros(self, piece: Piece) -> bool:
@@ -179,31 +186,33 @@ class Updates:
         return self._pieces.state(piece) is PieceState.ARRIVED
 
     def _idle(self, piece: Piece) -> None:
-        """Nothing came of the piece, and nothing will."""
+        """Finish a piece that got no gradient and will not get one."""
         if self._pieces.is_open(piece.unit):
             self._pieces.move(piece, PieceState.UPDATED)
             self._thread.submit(lambda: self._piece_done(piece))
 
     def end_pass(self, *, wait: bool, last: bool) -> None:
-        """A backward pass has ended: what came of pieces that are not complete goes the way of the others."""
+        """Process, at the end of a backward pass, the gradients of pieces that are still incomplete."""
         if wait or self._zero_missing is False:
             for piece in filter(self._has_come, self.layout.pieces):
                 self._complete(piece, wait=wait, last=last)
 
     def finish_direct(self) -> None:
-        """After the last pass without waiting: what got no gradient, then until all is updated and written."""
+        """Update the remaining pieces after the last pass, where gradients do not wait, and wait for all updates.
+
+        All writes are submitted on return; with the arm `optimized` they may still be in flight (see `end_step`)."""
         for unit in self.layout.units:
             left = [piece for piece in unit.pieces if not self._pieces.has_begun(piece)]
             wanted = [p for p in left if self._has_zeros(p) or self._has_come(p) or self._pieces.is_on_tier(p)]
             for piece in wanted:
                 self._complete(piece, wait=False, last=True)
-            if wanted:  # the unit's slot is free, whether or not the other pieces got a gradient
+            if wanted:  # free the unit's slot, whether or not its other pieces got a gradient
                 self._thread.submit(partial(self._close_unit, unit.key))
-        self._close_all()  # units with pieces that nothing came for
+        self._close_all()  # units with pieces that got no gradient
         self._expected = list(self._order)
 
     def sum_waiting(self) -> None:
-        """Until the sums of squares of all that waits on the tier are there."""
+        """Compute the sums of squares of all gradients on the tier; complete on return."""
         for piece in self.layout.pieces:
             if self._pieces.state(piece) is PieceState.SPILLED:
                 self._pieces.move(piece, PieceState.SUMMED)
@@ -211,7 +220,7 @@ class Updates:
         self._thread.drain()
 
     def waiting_facts(self) -> dict[str, Any]:
-        """What `take_up` needs besides the gradients on the tier (JSON)."""
+        """Return the facts (JSON) that `take_up` needs in addition to the gradients on the tier."""
         numbers = {unit.key: number for number, unit in enumerate(self.layout.units)}
         arrived = [
             [numbers[u.key], n] for u in self.layout.units for n, p in enumerate(u.parts) if p.key in self._arrived
@@ -220,7 +229,7 @@ class Updates:
         return {"scale": self.scale, "arrived": arrived, "spilled": spilled, "zeroed": sorted(self.zeroed)}
 
     def take_up(self, facts: Mapping[str, Any], settings: Mapping[str, AdamSettings]) -> None:
-        """The gradients on the tier are those of a step that an earlier process has begun to use."""
+        """Take over the gradients on the tier from a step that an earlier process began to apply."""
         units, pieces = self.layout.units, self.layout.pieces
         self.scale = facts["scale"]
         self._arrived = {units[unit].parts[part].key for unit, part in facts["arrived"]}
@@ -231,9 +240,9 @@ class Updates:
     def finish_waiting(
         self, units: Sequence[Unit] | None = None, *, after: Callable[[Unit], None] | None = None
     ) -> None:
-        """Update everything from the gradients on the tier, unit by unit (default: all, in the order in which the next
-        forward pass will not need them: the last ones first). `after`: is called when a unit's update is submitted to
-        the tier, before any other is."""
+        """Update everything from the gradients on the tier, unit by unit. `units`: default all, from last to first,
+        since the next forward pass needs the last ones latest. `after(unit)` is called when the writes of a unit's
+        update have been submitted to the tier, before the next unit begins."""
         by_unit = {
             unit.key: [piece for piece in unit.pieces if self._has_zeros(piece) or self._pieces.is_on_tier(piece)]
             for unit in (reversed(self.layout.units) if units is None else units)
@@ -253,7 +262,7 @@ class Updates:
                     after(self._units[key])
 
     def _replaces(self, unit: Unit, pieces: Sequence[Piece]) -> bool:
-        """Whether updating `pieces` leaves nothing of the unit's weights, which come from masters of their own."""
+        """Return whether updating `pieces` overwrites all of the unit's weights, from separate master weights."""
         whole = len(pieces) == len(unit.pieces) and not unit.frozen_numel and not self.layout.own_masters
         return whole and all(part.key in self._arrived or self._zeroes(part) for part in unit.parts)
 
@@ -263,12 +272,12 @@ class Updates:
             self._thread.run(partial(self._close_unit, key))
 
     def _close_without_writing(self) -> None:
-        """After an error: backward may be waiting for one of these slots."""
+        """Free the slots of open units after an error, since backward may be waiting for one of them."""
         for key in self._pieces.open_units:
             self._close_unit(key, write=False)
 
     def end_step(self) -> None:
-        """All is written; begin the next one."""
+        """Wait for all writes, release idle buffers, and begin the next step."""
         for stream in (self._states, self._weights.stream):
             if stream is not None:
                 stream.flush()
@@ -276,28 +285,30 @@ class Updates:
         self._begin()
 
     def abandon(self) -> None:
-        """Forget the step: nothing is raised, and nothing runs any more when this returns."""
+        """Discard the step. Raises nothing; no update is running on return."""
         self._thread.abandon()
         self._close_without_writing()
         self._begin()
 
     def raise_failure(self) -> None:
-        """The error of an update that has failed."""
+        """Raise the error of an update that has failed, if any."""
         self._thread.raise_failure()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._thread.close()
 
-    # -- in the updates' thread, or in the training's after backward ---------------------------------------------------
+    # -- run in the update thread during backward, and in the training thread after it ---------------------------------
 
     def _of_piece(self, piece: Piece, gradients: Gradients, ready: Any) -> Gradients:
-        """Of each run's elements alone, in host memory; those of an accelerator are there when `ready` is reached."""
+        """Return the gradients of the piece's own runs, in host memory; those of an accelerator are copied after the
+        event `ready`."""
         own = {r.part.key: gradients[r.part.key][r.begin : r.end] for r in piece.runs if r.part.key in gradients}
         return own if self._copies is None else self._copies.on_host(own, ready)
 
     def _sum_beyond(self, piece: Piece, arrived: Gradients, ready: Any) -> None:
-        """Of parts that go on in other pieces, which may come before the parts' first ones do."""
+        """Sum the squares of parts that span several pieces: their pieces may be updated in any order, while sums are
+        taken from a part's first element on, so that all of a part is summed with its first piece."""
         for run in piece.runs:
             if run.numel == run.part.numel or run.part.key not in arrived or run.part in self.sums:
                 continue
@@ -308,7 +319,7 @@ class Updates:
                     self.sums.add(run.part, begin, values)
 
     def _spill(self, piece: Piece, arrived: Gradients, ready: Any, *, first: bool, last: bool) -> None:
-        """Add a pass's gradients to those on the tier."""
+        """Add the gradients of this pass to those on the tier."""
         stream, key = self._gradients(), gradient_key(piece)
         gradients = self._of_piece(piece, arrived, ready)
         slot = stream.put(key) if first else stream.fetch([key])[0]
@@ -361,7 +372,7 @@ class Updates:
         if not spilled:
             self._sum_beyond(piece, arrived, ready)
         gradients = self._of_piece(piece, arrived, ready)
-        if spilled:  # earlier passes' are on the tier
+        if spilled:  # the gradients of earlier passes are on the tier
             stream = self._gradients()
             slot, place = stream.fetch([key])[0], 0
             for run in piece.runs:
@@ -378,14 +389,14 @@ class Updates:
                     self.sums.add(run.part, 0, gradients[run.part.key])
         if self.sums.finite:
             self._update(piece, gradients)
-        else:  # the step will be taken back
+        else:  # a gradient was infinite or NaN: the step will be rolled back
             self._piece_done(piece, write=False)
         self._let_go(arrived, piece)
         if stream is not None:
             stream.release(key)
 
     def _update(self, piece: Piece, gradients: Gradients) -> None:
-        """Read states, update, write. `gradients`: of each run's elements alone."""
+        """Read the piece's states, update them and write them. `gradients`: flat, of the piece's own runs, by part."""
         assert self._states is not None
         weights = self._weights_of(piece)
         states = self._states.fetch([piece.key])[0]
@@ -403,24 +414,25 @@ class Updates:
         self._piece_done(piece)
 
     def _weights_of(self, piece: Piece) -> torch.Tensor:
-        """Its unit's slot, which stays in use until the unit is done."""
+        """Return the slot of the piece's unit, in use until the unit is done; waits for copies of it to a device."""
         unit = self._units[piece.unit]
         self._open_unit(piece.unit, replaced=piece.unit in self._replaced and not self._weights.is_in_use(unit))
         self._weights.stream.await_copies(piece.unit)
         return self._weights.stream.tensor(piece.unit)
 
     def _let_go(self, gradients: Gradients, piece: Piece) -> None:
-        """A gradient counts until its last piece is done with it."""
+        """Stop counting the bytes of gradients whose last piece this is."""
         self._thread.let_go(sum(g.nbytes for n, g in gradients.items() if self._places[n][-1][0] is piece))
 
     def _open_unit(self, key: str, *, replaced: bool = False) -> None:
-        """Its weights stay in memory until `_close_unit`."""
+        """Keep a unit's weights in memory until `_close_unit`. `replaced`: they will be overwritten, so that they are
+        not read."""
         if not self._pieces.open(key):
             return
         try:
             if replaced:
                 slot, unit = self._weights.stream.put(key), self._units[key]
-                slot[unit.end if unit.end == unit.numel else 0 :].zero_()  # gaps, too
+                slot[unit.end if unit.end == unit.numel else 0 :].zero_()  # padding, and gaps between parts if any
             else:
                 self._weights.stream.fetch([key])
         except BaseException:

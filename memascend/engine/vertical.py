@@ -1,15 +1,16 @@
-"""Vertical accumulation: all micro-batches of a step pass a block before any of them enters the next one.
+"""Vertical accumulation: all micro-batches of a step pass through a block before any of them enters the next one.
 
     horizontal    micro-batch 0: b0 b1 b2, back b2 b1 b0; micro-batch 1: b0 b1 b2, back b2 b1 b0; ...
     vertical      b0 of all, b1 of all, b2 of all, back b2 of all, b1 of all, b0 of all
 
-So weights are read twice a step, whatever the number of micro-batches, and a block's gradient is summed in memory and
+So weights are read twice per step, whatever the number of micro-batches, and a block's gradient is summed in memory and
 used once; gradients of earlier micro-batches need not wait on the tier. Source: GreedySnake (arXiv 2512.17570).
 
-A model's forward and backward passes are the loop's own code. Each micro-batch therefore runs in a thread of its own,
-one at a time: where it reaches a unit of weights (`Lanes.reaches`) it hands over, and the one that is furthest behind
-goes on, of several the one with the lowest number. Each backward pass is autograd's own over its own graph, in the
-thread that called it, and gradients of a parameter come in the order of the micro-batches: equal bits.
+A model's forward and backward passes are called by the user's loop. Each micro-batch therefore runs in its own thread,
+one at a time: when it reaches a unit of weights (`Lanes.reaches`) it yields, and the micro-batch that is furthest
+behind continues, among several the one with the lowest number. Each backward pass is autograd's own, over its own
+graph, in the thread that called it, and a parameter's gradients arrive in the order of the micro-batches, so that
+results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from memascend.engine.module_state import ModuleState
 from memascend.ops.threads import end_team
 
 ORDERS = ("vertical", "horizontal")
-Place = tuple[int, int]  # on a route, and of a matrix that comes by slices, the slice
+Place = tuple[int, int]  # index on a route; for a matrix that is streamed in slices, also the slice's number
 _START: Place = (-1, 0)
 
 
@@ -41,11 +42,12 @@ _START: Place = (-1, 0)
 
 
 class Stopped(BaseException):
-    """Another micro-batch has failed. No Exception: the loop's own handlers let it pass."""
+    """Ends a micro-batch's thread after another micro-batch has failed. It derives from BaseException, so that
+    `except Exception` in the loop does not catch it."""
 
 
 class Route:
-    """The units that a micro-batch reaches, forward and back, in their order."""
+    """The sequence of units that a micro-batch reaches in forward and backward."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = list(keys)
@@ -54,7 +56,7 @@ class Route:
         return isinstance(other, Route) and self._keys == other._keys
 
     def after(self, place: Place, key: str, number: int) -> Place:
-        """Where `key` comes next, at `place` or later. NotStreamable where it does not."""
+        """Return the next place of `key` on the route, at `place` or later. Raises NotStreamable without one."""
         index, last = place
         if index >= 0 and self._keys[index] == key and number >= last:
             return index, number
@@ -82,7 +84,8 @@ class _Lane:
 class Lanes:
     """Micro-batches that take turns. `run` is called once, by the thread that waits for them.
 
-    `enter(number)`: before a micro-batch goes on. `leave()`: before any goes on from another place than the last.
+    `enter(number)` is called before a micro-batch continues, and `leave()` before one continues from another place than
+    the previous one.
     """
 
     def __init__(
@@ -100,8 +103,8 @@ class Lanes:
         self._stopping = False
 
     def run(self) -> list[Any]:
-        """Until all have ended; their results. Raises the first error, when no thread runs any more."""
-        end_team()  # this thread's, while it waits
+        """Run all micro-batches and return their results. Raises the first error; no thread is running then."""
+        end_team()  # release this thread's kernel threads while it waits
         try:
             last = _START
             while left := [lane for lane in self._lanes if not lane.done]:
@@ -117,7 +120,8 @@ class Lanes:
             self._stop()
 
     def reaches(self, key: str, number: int = 0) -> None:
-        """The micro-batch at work comes to a unit; returns when it is its turn."""
+        """Note that the running micro-batch has reached a unit, and wait until it is its turn. Raises NotStreamable in
+        a thread that the function has started, and Stopped after a failure."""
         lane = self._running
         if lane is None or lane.thread is not threading.current_thread():
             raise NotStreamable(
@@ -168,7 +172,7 @@ class Lanes:
         self._back.put(None)
 
     def _stop(self) -> None:
-        """One after the other, the one at work first: each ends at the next unit that it reaches."""
+        """End all threads, one after the other, the running one first: each ends at the next unit that it reaches."""
         self._stopping = True
         for lane in sorted(self._lanes, key=lambda lane: lane is not self._running):
             if lane.thread is None:
@@ -178,13 +182,13 @@ class Lanes:
                 self._running = lane
             lane.turn.put(None)
             while lane.thread.is_alive():
-                with contextlib.suppress(KeyboardInterrupt):  # one more: it is ending already
+                with contextlib.suppress(KeyboardInterrupt):  # a repeated Ctrl-C: the thread is ending already
                     lane.thread.join()
         self._running = None
 
 
 def _thread_settings() -> contextlib.ExitStack:
-    """What torch keeps for each thread, as this one has it: entered by another one."""
+    """Return a context in which another thread has this thread's grad mode and autocast settings."""
     stack = _Settings()
     stack.grad = torch.is_grad_enabled()
     kinds = {"cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"}
@@ -206,7 +210,8 @@ class _Settings(contextlib.ExitStack):
 
 
 def cannot_be_carried_over() -> str | None:
-    """What the calling thread has set that another thread would not have, in words."""
+    """Return a description of a torch setting of the calling thread that another thread would not have; None if there
+    is none."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return "gradients are switched off around it"
     if _get_current_function_mode_stack() or _get_current_dispatch_mode_stack():
@@ -216,18 +221,21 @@ def cannot_be_carried_over() -> str | None:
     return None
 
 
-# -- what belongs to all of them ---------------------------------------------------------------------------------------
+# -- state shared by all micro-batches ---------------------------------------------------------------------------------
 
 
 class SummedGradients:
-    """Of micro-batches side by side, in the order of their numbers, in the type that gradients wait in."""
+    """Sums of the gradients of micro-batches side by side, added in the order of their numbers, in the dtype in which
+    gradients wait on the tier."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         self._count, self._dtype = count, dtype
-        self._sums: dict[tuple[str, int], tuple[Part, torch.Tensor, int, int]] = {}  # the last one's number, how many
+        # By part: the part, its sum, the number of the last micro-batch added, and how many were added.
+        self._sums: dict[tuple[str, int], tuple[Part, torch.Tensor, int, int]] = {}
 
     def add(self, part: Part, gradient: torch.Tensor, number: int) -> torch.Tensor | None:
-        """A micro-batch's gradient of a part, which is the sum's own from now on; the sum when all have come."""
+        """Add a micro-batch's gradient of a part; return the flat sum once all have come, otherwise None. Raises
+        NotStreamable for gradients in another order than that of the micro-batches."""
         flat = gradient.detach().reshape(-1)
         _, total, last, came = self._sums.get(part.key, (part, None, -1, 0))
         if last >= number:
@@ -235,7 +243,7 @@ class SummedGradients:
                 f"gradients of {part.name} arrive in another order than the micro-batches: run micro-batches one after "
                 "the other (order='horizontal')"
             )
-        if total is None:  # a copy: autograd may have given the same memory to others
+        if total is None:  # a copy, since autograd may share this memory with other gradients
             total = flat.to(self._dtype, copy=True)
         else:
             total.add_(flat.to(self._dtype))
@@ -246,7 +254,7 @@ class SummedGradients:
         return None
 
     def take(self, unit: Unit | None = None) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Sums of a unit (None: of all), to which some micro-batches gave nothing and will give nothing."""
+        """Remove and yield the incomplete sums of a unit (None: of all units): no more gradients will come for them."""
         keys = list(self._sums) if unit is None else [part.key for part in unit.parts if part.key in self._sums]
         for key in keys:
             part, total, *_ = self._sums.pop(key)
@@ -254,14 +262,14 @@ class SummedGradients:
 
 
 class ForwardFootprint:
-    """What forward passes depend on and change besides their graph: attributes, buffers, generators of random numbers.
+    """Side effects of forward passes: attributes, buffers, hooks and random number generators that they change.
 
-    Micro-batches side by side would see each other's. The running averages of torch's norms are in order all the same:
-    each module sees the micro-batches in theirs, and nothing but the module reads them in training, unless the function
-    evaluates the model, too.
+    Micro-batches side by side would see each other's changes. The running averages of torch's batch norms are allowed:
+    each module sees the micro-batches in order, and in training only the module itself reads them, unless the function
+    also evaluates the model.
     """
 
-    evaluated = False  # a pass without a graph went through the model
+    evaluated = False  # whether the model was called without a graph
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
@@ -277,7 +285,8 @@ class ForwardFootprint:
         ]
 
     def found_midway(self) -> str | None:
-        """What is another one in the middle of a forward pass, and may be put back at its end."""
+        """Return a description of a change that a forward pass may undo at its end, or None. Call it in the middle of
+        the pass."""
         if self._hooks_now() != self._hooks:
             return "the forward pass hooks modules, and would see the other micro-batches"
         for owner, name in self._before.changed_attributes():
@@ -285,7 +294,7 @@ class ForwardFootprint:
         return None
 
     def found(self) -> str | None:
-        """What has been changed or drawn since, in words."""
+        """Return a description of what was changed or drawn since this object was created, or None."""
         if self._numbers != Generators(self._device) or self._before.drawn():
             return "the forward pass draws random numbers (such as dropout's), whose order would be another one"
         fine = {

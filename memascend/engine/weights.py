@@ -1,6 +1,7 @@
-"""Tensors on their way from storage to a device: a lease on a pool's slot each, read ahead, evicted, released.
+"""Host buffers for tensors that stream from storage to a device: each leases a slot of a pool, and is read ahead,
+evicted and released.
 
-Source: MemAscend IV-A (the host buffer of a weight that the device has a copy of is done with) and IV-B (the pool).
+Source: MemAscend IV-A (the host buffer of a weight is free once the device has its copy) and IV-B (the pool).
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from .protocols import Completion, Event, Storage, Use
 
 
 class WeightStream:
-    """Host buffers for tensors that live on a storage. Thread-safe; waits are never made with the lock held.
+    """Host buffers for tensors that are kept on a storage. Thread-safe; it never waits while it holds its lock.
 
-    A tensor is *fetched* (its contents are there on return), then *released* or *copied*, once for each fetch. What is
-    released has no buffer any more; what was copied keeps it until somebody else needs it, so that a fetch in between
-    costs nothing. A fetch finds a slot, in this order: a free one; one whose tensor is leaving; that of a copied
-    tensor; that of a tensor read ahead (latest first); always one of the class that fits, since no other would help.
-    Where there is none it waits for one to come back, or, with `extra`, gets a buffer of its own until its release.
+    A tensor is *fetched* (its contents are in memory on return), then *released* or *copied*, once per fetch. A
+    released tensor gives up its buffer; a copied one keeps it until another tensor needs it, so that a fetch in between
+    costs nothing. A fetch looks for a slot in this order: a free one; one whose tensor is being released; that of a
+    copied tensor; that of a tensor read ahead (latest first); only slots of the size class that fits are considered.
+    Without one it waits until a slot is returned, or, with `extra`, gets a separate buffer until its release.
 
-    Tensors returned are views of the pool's memory, valid until the release (or the copy's event). The pool is the
-    stream's alone.
+    Returned tensors are views of the pool's memory, valid until the release (or the copy's event). The stream owns the
+    pool: nothing else may use it.
 
-    Why a fetch waits where others would allocate: the pool is the memory that was planned, and host memory is what is
-    scarce. Why nothing waits with the lock held: the end of a transfer takes it, in another thread, to free the buffer
-    that is waited for. Why a buffer may outlive its key (`retiring`): a write or a copy still reads it, while the same
-    tensor may already be fetched anew.
+    Why a fetch waits instead of allocating: the pool is the planned memory, and host memory is scarce. Why nothing
+    waits while it has the lock: the end of a transfer takes the lock, in another thread, to free the very buffer that
+    is waited for. Why a buffer may outlive its key (`retiring`): a write or a copy still reads it, while the same
+    tensor may already be fetched again into another buffer.
     """
 
     def __init__(
@@ -47,17 +48,18 @@ class WeightStream:
         extra: OnDemandBuffers | None = None,
         options: StreamOptions | None = None,
     ) -> None:
-        """`staging` serves while there is no pool (see `use_pool`); `extra` where no slot of the pool can be had."""
+        """`staging` provides buffers while there is no pool (see `use_pool`); `extra` provides them when no slot of the
+        pool is available. Raises ValueError without both pool and staging."""
         if pool is None and staging is None:
             raise ValueError("a stream of weights needs a pool or staging buffers")
         self._options = options or StreamOptions()
         self._table = BufferTable(storage, pool, staging, extra, self._options)
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- tensors and buffers ----------------------------------------------------------------------------------------
 
     @whole
     def register(self, key: Hashable, numel: int) -> None:
-        """Announce a tensor, or its new size. Raises ValueError."""
+        """Announce a tensor of `numel` elements, or its new size. Raises ValueError for fewer than one element."""
         if numel < 1:
             raise ValueError(f"stream of weights: {key!r} has {numel} elements: a tensor needs at least one")
         with self._table.lock:
@@ -65,7 +67,7 @@ class WeightStream:
 
     @whole
     def use_pool(self, pool: BufferPool) -> None:
-        """Buffers come from `pool` from now on; those of the staging go as they are released."""
+        """Take buffers from `pool` from now on; staging buffers are freed as they are released."""
         with self._table.lock:
             self._table.pool = pool
             if self._table.staging is not None:
@@ -76,19 +78,19 @@ class WeightStream:
         return self._table.pool
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether the tensor has a buffer, filled or on its way."""
+        """Return whether the tensor has a buffer, filled or being read."""
         with self._table.lock:
             return key in self._table.entries
 
     def tensor(self, key: Hashable) -> torch.Tensor:
-        """The buffer of a tensor that has one: 1-D, on the CPU, of the pool's dtype and the `numel` that was
-        registered; a view of the slot, valid until the last use ends. Raises KeyError. Any thread."""
+        """Return the buffer of a tensor that has one: 1-D, on the CPU, of the pool's dtype and the registered `numel`;
+        a view of the slot, valid until the last use ends. Raises KeyError without a buffer. Any thread."""
         with self._table.lock:
             return self._table.entries[key].tensor
 
     @whole
     def free_count(self) -> int:
-        """Slots of the pool that a fetch or a read-ahead would get at once; 1 while there is no pool."""
+        """Return how many slots of the pool a fetch or a read-ahead would get at once; 1 while there is no pool."""
         with self._table.lock:
             self._table.sweep()
             return 1 if self._table.pool is None else self._table.pool.free_count()
@@ -104,11 +106,11 @@ class WeightStream:
 
     @whole
     def prefetch(self, keys: Iterable[Hashable]) -> list[Hashable]:
-        """Start reading those of `keys` for which there is space, and leave the rest; returns what was started.
+        """Start reading those of `keys` for which slots are free, skip the rest, and return the keys that were started.
 
-        What has a buffer already is skipped. Raises KeyError (not registered) and what the storage raises.
+        Tensors that already have a buffer are skipped. Raises KeyError (not registered) and errors of the storage.
         """
-        started, used_up = [], set()  # sizes
+        started, used_up = [], set()  # used_up: sizes (numel) for which no slot is left
         with self._table.lock:
             for key in keys:
                 numel = self._table.numels[key]
@@ -123,9 +125,9 @@ class WeightStream:
 
     @whole
     def read_ahead(self, keys: Iterable[Hashable]) -> None:
-        """Queue visits to come, in their order. Each is read as soon as a slot and the budget allow, never out of turn.
+        """Queue future visits in order. Each tensor is read as soon as a slot and the budget allow, in queue order.
 
-        A tensor that is visited again while it is still in memory stays there. Raises as `prefetch`.
+        A tensor that the queue visits again while it is in memory stays there. Raises the same errors as `prefetch`.
         """
         with self._table.lock:
             keys = list(keys)
@@ -136,7 +138,7 @@ class WeightStream:
 
     @whole
     def release_idle(self) -> list[Hashable]:
-        """Forget the queue and give back every buffer that nobody works with; returns the keys."""
+        """Clear the queue and return every buffer that is not in use to the pool; return the keys of these tensors."""
         with self._table.lock:
             self._table.queue.clear()
             idle = [entry for entry in self._table.entries.values() if self._table.use(entry) is Use.IDLE]
@@ -148,13 +150,13 @@ class WeightStream:
 
     @whole
     def fetch(self, keys: Iterable[Hashable]) -> list[torch.Tensor]:
-        """The tensors, contents and all; all reads are started before the first is waited for. Any thread.
+        """Return the tensors with their contents; all reads are started before the first one is waited for. Any thread.
 
-        Each is 1-D, on the CPU, of the pool's dtype and the `numel` that was registered: a view of the slot, valid
-        until the `release` that belongs to this call.
+        Each tensor is 1-D, on the CPU, of the pool's dtype and the registered `numel`: a view of the slot, valid until
+        the `release` that belongs to this call.
 
-        Raises KeyError (not registered), PoolTimeoutError (no slot in time, no `extra`) and the storage's failure; the
-        tensors that were asked for are then as before the call, and a fetch that follows reads again.
+        Raises KeyError (not registered), PoolTimeoutError (no slot in time and no `extra`) and errors of the storage;
+        the requested tensors are then in the state before the call, and the next fetch reads again.
         """
         keys = list(dict.fromkeys(keys))
         entered: list[StreamEntry] = []
@@ -179,8 +181,8 @@ class WeightStream:
 
     @whole
     def put(self, key: Hashable) -> torch.Tensor:
-        """A buffer for contents that are made in memory; they are the caller's to fill, then to `write`. Counts as a
-        fetch. Raises KeyError and PoolTimeoutError."""
+        """Return a buffer for contents that are produced in memory: the caller fills it, then calls `write`. Counts as
+        a fetch. Raises KeyError (not registered) and PoolTimeoutError."""
         entry = self._enter(key, (key,), reading=False)
         self._quiesce(entry)
         with self._table.lock:
@@ -190,9 +192,9 @@ class WeightStream:
 
     @whole
     def write(self, key: Hashable) -> Completion:
-        """Write a tensor's buffer to the storage. It must not be changed until that has ended; it may be released at
-        once. A read of the key that is asked for later gets the new contents. Raises KeyError and the failure of an
-        earlier write of this key."""
+        """Start writing a tensor's buffer to the storage, and return the completion. The buffer must not be changed
+        until the write has ended; it may be released at once. A later read of the key returns the new contents. Raises
+        KeyError without a buffer, and the error of an earlier write of this key."""
         with self._table.lock:
             entry = self._table.entries[key]
         self._await_writes(key)
@@ -207,7 +209,7 @@ class WeightStream:
 
     @whole
     def wait(self, keys: Iterable[Hashable]) -> None:
-        """Until the reads of those of `keys` that are on their way have ended. Raises the first failure."""
+        """Wait for all reads in flight among `keys`. Raises the first failure."""
         with self._table.lock:
             entries = [self._table.entries[key] for key in keys if key in self._table.entries]
         for entry in entries:
@@ -215,7 +217,8 @@ class WeightStream:
 
     @whole
     def copied(self, key: Hashable, event: Event | None = None) -> None:
-        """The device has its copy when `event` has passed (None: now). Ends a use. Raises ValueError without one."""
+        """End a use: the device has its copy when `event` has passed (None: now). Raises ValueError if the tensor is
+        not in use."""
         with self._table.lock:
             entry = self._table.require_used(key, "copied")
             entry.events = [pending for pending in entry.events if not pending.query()]
@@ -226,13 +229,14 @@ class WeightStream:
 
     @whole
     def copying(self, key: Hashable, event: Event) -> None:
-        """The device copies a tensor in use until `event` has passed: its buffer is not given back before."""
+        """Note that the device copies a tensor in use until `event` has passed: its buffer is not reused before that.
+        Raises ValueError if the tensor is not in use."""
         with self._table.lock:
             entry = self._table.require_used(key, "copied")
             entry.events = [*(pending for pending in entry.events if not pending.query()), event]
 
     def await_copies(self, key: Hashable) -> None:
-        """Until the device has all copies of a tensor that were begun: then its buffer may be changed."""
+        """Wait until the device has finished all copies of a tensor, so that its buffer may be changed."""
         with self._table.lock:
             events = list(self._table.entries[key].events)
         for event in events:
@@ -240,15 +244,16 @@ class WeightStream:
 
     @whole
     def release(self, key: Hashable) -> None:
-        """End a use; with the last one the buffer goes back, unless the queue visits it again. Never waits: what still
-        works on the buffer ends first. Raises ValueError if nobody uses the tensor."""
+        """End a use; after the last one the buffer is returned, unless the queue visits the tensor again. Never waits:
+        transfers still in flight end before the buffer is reused. Raises ValueError if the tensor is not in use."""
         with self._table.lock:
             self._table.finish_visit(self._table.require_used(key, "released"), spent=False)
             self._table.pump()
 
     @whole
     def drop(self, key: Hashable) -> bool:
-        """Give the buffer back whatever it is used for; False if there is none. Never waits, as `release`."""
+        """Return the buffer to the pool, even if it is in use; return False if there is none. Like `release`, it never
+        waits."""
         with self._table.lock:
             entry = self._table.entries.get(key)
             if entry is not None:
@@ -258,7 +263,8 @@ class WeightStream:
 
     @whole
     def flush(self) -> None:
-        """Until every write has ended. Raises the first failure; none of them is left for a later step."""
+        """Wait until every write has ended. Raises the first failure and clears all of them, so that none is reported
+        in a later step."""
         with self._table.lock:
             keys = [entry.key for entry in (*self._table.entries.values(), *self._table.retiring) if entry.writes]
             keys += list(self._table.failed_writes)
@@ -273,7 +279,7 @@ class WeightStream:
 
     @whole
     def close(self) -> None:
-        """Give all buffers back, when everything on its way has ended. Raises the first failed write."""
+        """Return all buffers after all transfers have ended. Raises the error of the first failed write."""
         with self._table.lock:
             self._table.queue.clear()
             for entry in list(self._table.entries.values()):
@@ -283,10 +289,11 @@ class WeightStream:
             self._settle(entry)
         self.flush()
 
-    # -- waiting: called without the lock ---------------------------------------------------------------------------
+    # -- waits, entered without the lock ----------------------------------------------------------------------------
 
     def _enter(self, key: Hashable, keep: Collection[Hashable], *, reading: bool) -> StreamEntry:
-        """The tensor's entry with a user more, its read started."""
+        """Return the tensor's entry with one more user; with `reading`, its read has been started, unless an earlier
+        write of the key is in flight (see `_await_contents`)."""
         with self._table.lock:
             entry = self._table.join(key) or self._table.admit(self._table.lease(key), reading)
             if entry is not None:
@@ -313,9 +320,10 @@ class WeightStream:
                 self._table.seeking -= 1
 
     def _wait_for_a_buffer(self, key: Hashable, timeout_s: float) -> None:
-        """Called with the lock held, which is open while it waits. Raises PoolTimeoutError."""
+        """Wait until a buffer may be free. Called under the lock, which is released during the wait. Raises
+        PoolTimeoutError."""
         table, numel = self._table, self._table.numels[key]
-        if timeout_s <= 0:  # the pool knows who has what
+        if timeout_s <= 0:  # the pool raises the error, since it knows who has which slot
             assert table.pool is not None  # staging buffers never run out
             table.pool.acquire(StreamEntry(key, 0), numel, table.slot_numel(numel), timeout_s=0)
         interrupts.wait(table.buffer_free.wait, timeout_s)
@@ -353,19 +361,19 @@ class WeightStream:
             raise failure
 
     def _quiesce(self, entry: StreamEntry) -> None:
-        """Until nothing works on the buffer."""
+        """Wait until no transfer reads or writes the buffer."""
         with self._table.lock:
             read, writes, events = entry.read, list(entry.writes), list(entry.events)
         for write in writes:
             self._table.end_write(entry, write)
         if read is not None:
-            with contextlib.suppress(Exception):  # of contents that nobody wants
+            with contextlib.suppress(Exception):  # these contents are not needed
                 read.wait()
         for event in events:
             event.synchronize()
 
     def _settle(self, entry: StreamEntry) -> None:
-        """Until a buffer that is leaving has gone back."""
+        """Wait until a retiring buffer is quiet, and return it to the pool."""
         self._quiesce(entry)
         with self._table.lock:
             self._table.hand_back(entry)
