@@ -1,5 +1,5 @@
-"""Activations: gradient checkpoints that wait in host memory (MemAscend II-C4 and V-B), and whatever autograd saves on
-a storage tier (SSDTrain).
+"""Activation offloading: gradient checkpoints in host memory (MemAscend II-C4 and V-B), and other tensors that autograd
+saves on a storage tier (SSDTrain).
 """
 
 from memascend.activation.attach import attach_cache, cache_of

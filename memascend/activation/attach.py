@@ -1,4 +1,4 @@
-"""A model whose own forward passes go through an activation cache: for frameworks that run the loop themselves."""
+"""Attaching an activation cache to a model's forward passes, for frameworks that own the training loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _ATTACHED = "_memascend_activations"
 
 
 def attach_cache(model: torch.nn.Module, cache: ActivationCache) -> Callable[[], None]:
-    """Every forward pass of `model` with gradients goes through `cache`, from its call to its return; returns the undo.
+    """Offload every forward pass of `model` with gradients through `cache`; return a function to undo that.
 
-    What is computed outside of the model, such as a loss of the caller's, stays in memory. Backward may come at any
-    time. A pass without gradients, and one inside a backward pass (activation checkpointing), is left alone. The undo
-    does not close the cache. Raises RuntimeError where the model has a cache already, or is under torch.compile.
+    A pass is offloaded from its call to its return. What is computed outside of the model, such as the caller's loss,
+    stays in memory. Backward may come at any time. Passes without gradients, and passes inside a backward pass
+    (activation checkpointing), are not affected. The undo function does not close the cache. Raises RuntimeError if the
+    model already has a cache, or is under torch.compile.
     """
     if cache_of(model) is not None:
         raise RuntimeError(f"activations of this {type(model).__name__} are already offloaded: undo that first")
@@ -41,13 +42,13 @@ def attach_cache(model: torch.nn.Module, cache: ActivationCache) -> Callable[[],
 
 
 def cache_of(model: torch.nn.Module) -> ActivationCache | None:
-    """The cache that the forward passes of `model` go through, with its statistics."""
+    """Return the cache attached to `model`, which has the statistics, or None."""
     passes = getattr(model, _ATTACHED, None)
     return passes.cache if passes is not None else None
 
 
 class _Passes:
-    """Forward passes in progress, for each thread; None stands for one that is left alone."""
+    """Forward passes in progress, per thread; None stands for a pass that is not offloaded."""
 
     def __init__(self, cache: ActivationCache) -> None:
         self.cache = cache
@@ -83,7 +84,7 @@ class _Passes:
 
 
 def _called_by_dynamo() -> bool:
-    """Whether a call of a compiled model is on the stack: its saved tensors would never pass the hooks."""
+    """Return whether a compiled model is being called: its saved tensors would bypass the hooks."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False

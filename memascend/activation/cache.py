@@ -1,8 +1,8 @@
-"""An activation cache on a storage tier: what autograd saves in forward waits on the SSD until backward needs it.
+"""An activation cache on a storage tier: saved tensors of forward are on the SSD until backward needs them.
 
-SSDTrain, section III: saved tensors are packed to identifiers and written asynchronously; backward reads them back in
-the reverse order, ahead of their use. What is still being written is *forwarded* from memory. Weights stay where they
-are. A region of activation checkpointing is left to PyTorch: what its recomputation saves is needed at once.
+SSDTrain, section III: saved tensors are packed to identifiers and written asynchronously; backward reads them back
+ahead of their use, in reverse order. Tensors that are still being written are *forwarded* from memory. Weights stay
+where they are. Regions of activation checkpointing are left to PyTorch: their recomputed tensors are needed at once.
 
 One cache serves one process and any number of models, micro batches and threads.
 """
@@ -47,24 +47,24 @@ REFUSES_COMPILE = (
 
 
 class ActivationCache:
-    """Offloads what forward passes save while :meth:`active` is entered.
+    """Offloads the tensors that forward passes save while :meth:`active` is entered.
 
-    Thread-safe: forward passes of several threads may go through one cache. The hooks by which it knows where a pass is
-    are torch's global ones, put on by each `active`: every module's forward in the process calls them meanwhile, and
-    they look at those of threads alone that have entered it. An I/O error is raised as ActivationError, with the
-    tensor's name, by the backward pass that needs the tensor.
+    Thread-safe: forward passes of several threads may use one cache. It tracks the position in a pass by torch's global
+    module hooks, which `active` installs: meanwhile every module's forward in the process calls them, but they only act
+    in threads that have entered it. The backward pass that needs a tensor raises an I/O error of it as ActivationError
+    with the tensor's name.
 
     Args:
-        tier: owned from now on: :meth:`close` closes it.
-        options: what is offloaded; immutable.
-        policies: what the modules of policy OFFLOAD save goes to the tier, all else stays, and `amount` does not count.
+        tier: taken over: :meth:`close` closes it.
+        options: selects what is offloaded; immutable.
+        policies: if given, tensors saved by modules of policy OFFLOAD go to the tier, others stay; replaces `amount`.
         allocator: of page-locked memory for tensors of a device with streams (default: exact, no ledger).
 
     Attributes:
-        plan: how many bytes of the next forward pass are offloaded, and why; with `amount="auto"` made anew at the end
-            of each pass of any thread, else what was asked for.
-        record: what the last forward pass that has ended saved: names, bytes, seconds since its begin; None before the
-            first. Of whichever thread ended last, so one object is whole, and may be another's.
+        plan: how many bytes of the next forward pass are offloaded, and why; with `amount="auto"` updated at the end of
+            each pass of any thread, else as requested.
+        record: what the last completed forward pass saved: names, bytes, seconds since its begin; None before the first
+            one. With several threads, it is that of the pass that ended last; each record is complete in itself.
 
     Raises:
         ValueError: activations of this device cannot be offloaded.
@@ -81,9 +81,8 @@ class ActivationCache:
         self.options = options or CacheOptions()
         self._policies = None if policies is None else weakref.WeakKeyDictionary(policies)
         self.tier: Tier | StagedTier = tier
-        # How many bytes of the next forward pass are offloaded; with amount="auto" decided anew after each.
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
-        self.record: Record | None = None  # of the last whole forward pass
+        self.record: Record | None = None  # of the last completed forward pass
         self._device = torch.device(self.options.device).type if self.options.device else device_in_use()
         if self._device != "cpu" and has_streams(self._device):
             self.tier = StagedTier(tier, allocator)
@@ -96,10 +95,10 @@ class ActivationCache:
         self._numbers = itertools.count()
         self._regions: dict[tuple[int, int, int, int], weakref.ref[Region]] = {}
         self._live: set[Region] = set()
-        self._releasing: set[Region] = set()  # waiting for their last transfer to end
+        self._releasing: set[Region] = set()  # regions whose last transfer has not ended
         self._released = threading.Condition(self._lock)
         self._views: set[Gone] = set()
-        self._let_go: deque[Gone] = deque()  # views that are gone, perhaps since our own lock was taken
+        self._let_go: deque[Gone] = deque()  # dead views, perhaps appended while our lock is taken
         self._local = threading.local()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._weights = KnownWeights()
@@ -109,13 +108,13 @@ class ActivationCache:
         self._warned: set[str] = set()
         self._closing = self._closed = False
 
-    # -- around the loop -----------------------------------------------------------------------------------------------
+    # -- context and close ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def active(self) -> Iterator[ActivationCache]:
-        """Forward passes of this thread are offloaded inside. Contexts nest; the innermost cache gets the tensors.
+        """Context in which this thread's forward passes are offloaded. Contexts nest; the innermost cache is used.
 
-        Module hooks are global meanwhile (see the class). Raises RuntimeError for a closed cache.
+        Installs global module hooks meanwhile (see the class). Raises RuntimeError for a closed cache.
         """
         if self._closing:
             raise RuntimeError("this activation cache is closed: create a new one")
@@ -131,7 +130,7 @@ class ActivationCache:
             self._local.stack = outer
 
     def close(self) -> None:
-        """Wait for transfers in flight and close the tier; what a live graph still needs of it is lost. Idempotent."""
+        """Wait for transfers and close the tier; tensors on it that a live graph still needs are lost. Idempotent."""
         with self._lock:
             if self._closing:
                 return
@@ -156,22 +155,22 @@ class ActivationCache:
             return replace(self._counts, live_tensors=len(self._live), resident=self._resident, peak=self._peak)
 
     def restart_peak(self) -> None:
-        """Let `statistics.peak` begin anew at what is in memory now. Any thread."""
+        """Restart `statistics.peak` from what is in memory now. May be called from any thread."""
         with self._lock:
             self._release_unreferenced()
             self._peak = self._resident
 
-    # -- modules: where we are -----------------------------------------------------------------------------------------
+    # -- tracking of modules -------------------------------------------------------------------------------------------
 
     def enter_module(self, module: torch.nn.Module, *_: Any) -> None:
-        """A module's forward begins in this thread; the outermost one is a forward pass."""
+        """Note that a module's forward begins in this thread; an outermost one starts a forward pass."""
         stack = getattr(self._local, "stack", None)
         if stack is None or not torch.is_grad_enabled() or self.in_backward():
             return
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise RuntimeError(REFUSES_COMPILE)
         if stack and stack[0] is module and not calls_itself(module):
-            stack.clear()  # its last pass was left by Ctrl-C, of which torch tells no hook
+            stack.clear()  # Ctrl-C ended its last pass without calling the hook
         if not stack:
             self._local.record, self._local.sweep = Record(), Sweep()
             if module not in self._names:
@@ -179,12 +178,12 @@ class ActivationCache:
             self._local.names = self._names[module]
             with self._lock:
                 self._weights.note(module)
-        # Read here: inside an operator, where tensors are packed, autocast is off.
+        # Read here because autocast is off inside operators, where tensors are packed.
         self._local.autocast = torch.is_autocast_enabled(self._device)
         stack.append(module)
 
     def leave_module(self, module: torch.nn.Module, *_: Any) -> None:
-        """Its end. Once more, or for a module that has not been entered, does nothing."""
+        """Note that a module's forward ends. A repeated call, or one for a module not entered, has no effect."""
         stack = getattr(self._local, "stack", None)
         if not stack or stack[-1] is not module:
             return
@@ -216,14 +215,14 @@ class ActivationCache:
 
     @staticmethod
     def in_backward() -> bool:
-        """Whether this thread runs a backward pass, as it does where a checkpointed region is computed again."""
+        """Return whether this thread runs a backward pass, as it does when a checkpointed region is recomputed."""
         return torch._C._current_graph_task_id() != -1
 
     # -- forward: pack -------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> InMemory | View:
         if getattr(self._local, "stack", None) is None and not self.in_backward():
-            torch._C._autograd._pop_saved_tensors_default_hooks()  # left by Ctrl-C: `active` has ended
+            torch._C._autograd._pop_saved_tensors_default_hooks()  # left behind by Ctrl-C, after `active` has ended
             return InMemory(tensor, "")
         name = self._where()
         if not self._is_activation(tensor):
@@ -267,7 +266,7 @@ class ActivationCache:
         return not self._weights.include(tensor, running, casts=casts)
 
     def _known(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Region | None:
-        """The region that holds `tensor`, if it has been saved at this version."""
+        """Return the region that contains `tensor`, if it has been saved at this version."""
         number = known_identity(storage)
         if number is None:
             return None
@@ -279,9 +278,9 @@ class ActivationCache:
         return None
 
     def _may_share(self, saved: Region, tensor: torch.Tensor) -> bool:
-        """Data of the user's may be changed where torch sees no new version (NumPy's memory, a loader's buffer that is
-        filled again, a leaf's `.data`): what was written to the tier is shared within a forward pass alone, unless an
-        operation has made it."""
+        """Return whether `tensor` may share a saved region. User data may change without a new version (NumPy memory, a
+        loader's reused buffer, a leaf's `.data`): unless an operator produced it, data written to the tier is only
+        shared within one forward pass."""
         same_pass = self._recording() and saved.sweep is self._local.sweep
         return tensor.grad_fn is not None or not saved.on_tier or same_pass
 
@@ -307,7 +306,7 @@ class ActivationCache:
         return True
 
     def _policy(self) -> str:
-        """Of the innermost block that runs; what lies outside of all blocks is kept."""
+        """Return the policy of the innermost running block; outside of all blocks, KEEP."""
         stack = getattr(self._local, "stack", None) or ()
         return next((self._policies[module] for module in reversed(stack) if module in self._policies), KEEP)
 
@@ -330,7 +329,7 @@ class ActivationCache:
         saved.writing.add_done_callback(lambda completion: self._written(saved, completion))
 
     def _written(self, saved: Region, completion: Completion) -> None:
-        """In the tier's thread: the tensor's memory is free from here on."""
+        """Free the tensor's memory after its write; called by the dispatcher."""
         failure = _settle(completion)
         with self._lock:
             if failure is None:
@@ -378,7 +377,7 @@ class ActivationCache:
         return saved.memory
 
     def _failure(self, saved: Region) -> ActivationError:
-        """A new exception each time: a traceback kept here would keep the graph, and so the region, alive."""
+        """Return a new exception each time: a stored traceback would keep the graph, and so the region, alive."""
         if isinstance(saved.error, ActivationError):
             return ActivationError(str(saved.error))
         error = ActivationError(f"activation {saved.name} ({saved.nbytes} bytes) is lost: {saved.error}")
@@ -388,7 +387,7 @@ class ActivationCache:
     def _read(self, saved: Region) -> None:
         if saved.reading is not None or saved.memory is not None or saved.error is not None:
             return
-        if self._closed:  # it was in memory then, until its write had ended
+        if self._closed:  # it was in memory at that time, until its write ended
             saved.error = RuntimeError(_CLOSED_BEFORE)
             return
         memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=saved.device)
@@ -414,7 +413,7 @@ class ActivationCache:
             return saved.memory
 
     def _read_ahead(self, saved: Region) -> None:
-        """Begin to read what was saved before, in the reverse order, as far as `prefetch_bytes` go; one in any case."""
+        """Start reading earlier regions in reverse order, up to `prefetch_bytes`, but always at least one."""
         sweep, most = saved.sweep, self.options.prefetch_bytes
         if sweep is None:
             return
@@ -428,7 +427,7 @@ class ActivationCache:
     # -- release -------------------------------------------------------------------------------------------------------
 
     def _release_unreferenced(self) -> None:
-        """Give back the extents of what no graph holds any more. The lock is held."""
+        """Release regions that no graph references any more. Requires the lock."""
         while self._let_go:
             gone = self._let_go.popleft()
             self._views.discard(gone)
@@ -441,7 +440,7 @@ class ActivationCache:
         self._live.discard(saved)
         known = self._regions.get(saved.identity)
         if known is not None and known() in (None, saved):
-            del self._regions[saved.identity]  # now: what is released must not be found again
+            del self._regions[saved.identity]  # at once, so that a released region is not found again
         under_way = saved.writing or saved.reading
         if under_way is not None:
             self._releasing.add(saved)
@@ -460,13 +459,13 @@ class ActivationCache:
                 try:
                     self.tier.erase(saved.key)
                 except RuntimeError:
-                    if not self._closing:  # else Ctrl-C has left `close`, and the tier was closed meanwhile
+                    if not self._closing:  # else Ctrl-C interrupted `close`, and the tier was closed meanwhile
                         raise
             self._releasing.discard(saved)
             self._released.notify_all()
 
     def _account(self, nbytes: int) -> None:
-        """The lock is held."""
+        """Update the resident bytes and their peak. Requires the lock."""
         self._resident += nbytes
         self._peak = max(self._peak, self._resident)
 
@@ -485,7 +484,7 @@ def _unpack(packed: InMemory | View) -> torch.Tensor:
 
 
 def _settle(completion: Completion) -> BaseException | None:
-    """Wait; the error of a failed transfer, None of one that went well."""
+    """Wait, and return the error of a failed transfer, or None."""
     try:
         completion.wait()
     except Exception as error:

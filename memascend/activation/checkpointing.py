@@ -1,9 +1,9 @@
-"""Gradient checkpointing whose checkpoints wait in host memory (MemAscend II-C4, V-B).
+"""Gradient checkpointing with checkpoints in host memory (MemAscend II-C4, V-B).
 
-`torch.utils.checkpoint` saves the inputs of a block through autograd's saved tensors, in both of its forms; hooks
-around the call put the block's hidden states into a host slot and bring them back when the backward pass recomputes
-the block. Recomputation, RNG state, autocast and errors stay torch's own, so gradients are those of plain
-checkpointing, bit for bit. The checkpoint before the one that is needed is on its way meanwhile.
+`torch.utils.checkpoint` saves the inputs of a block as autograd's saved tensors, in both of its variants. Hooks around
+the call copy the block's hidden states to a host slot, and copy them back when the backward pass recomputes the block.
+Recomputation, RNG state, autocast and errors remain torch's own, so gradients are bit for bit those of plain
+checkpointing. While one checkpoint is used, the preceding one is prefetched.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from memascend.activation.transfer import Arrival, Transfer, transfer_for
 
 log = logging.getLogger("memascend")
 
-HIDDEN_ARGUMENT = "hidden_states"  # what every decoder layer of transformers calls its input
+HIDDEN_ARGUMENT = "hidden_states"  # the name of the input in every decoder layer of transformers
 
 
 class _Offloaded:
-    """One checkpoint in host memory; autograd holds it, and the slot is free again when it lets go."""
+    """A checkpoint in host memory; autograd holds it, and its slot is free again when autograd releases it."""
 
     def __init__(
         self, hidden: torch.Tensor, store: CheckpointStore, transfer: Transfer, previous: _Offloaded | None
     ) -> None:
         self._slot = store.lease(hidden.numel(), hidden.dtype)
-        stride = torch.empty_like(hidden, device="meta").stride()  # its own if dense, else of a dense copy
+        stride = torch.empty_like(hidden, device="meta").stride()  # its own stride if dense, else that of a dense copy
         self._host = self._slot.view(hidden.size(), stride, hidden.dtype)
         self._transfer = transfer
         self._previous = weakref.ref(previous) if previous is not None else lambda: None
@@ -46,8 +46,10 @@ class _Offloaded:
             self._arrival = self._transfer.fetch(self._host, self._slot)
 
     def bring_back(self) -> torch.Tensor:
-        """The hidden states on their device again, a new tensor each time; its predecessor sets out. ActivationError
-        where they were changed in place after they had been saved, perhaps while a device copied them."""
+        """Return the hidden states on their device, as a new tensor each time, and start prefetching the predecessor.
+
+        Raises ActivationError if they were changed in place after they had been saved, perhaps during the copy.
+        """
         if self._version is not None:
             self._version.check(f"the checkpoint of a block, {tuple(self._host.shape)} of {self._host.dtype},")
         self.prefetch()
@@ -59,10 +61,10 @@ class _Offloaded:
 
 
 class OffloadedCheckpoint:
-    """Stands where `torch.utils.checkpoint.checkpoint` does: `self(function, hidden_states, *args, **kwargs)`.
+    """A replacement for `torch.utils.checkpoint.checkpoint`: `self(function, hidden_states, *args, **kwargs)`.
 
-    The first argument's memory is freed on the device as soon as nobody else holds it. `plain`: torch's function, or a
-    partial of it with its options (`use_reentrant`, `preserve_rng_state`, …).
+    The device memory of the first argument is freed once nothing else holds it. `plain` is torch's function, or a
+    partial of it with options (`use_reentrant`, `preserve_rng_state`, …).
     """
 
     def __init__(self, store: CheckpointStore, plain: Callable[..., Any] | None = None) -> None:
@@ -94,8 +96,8 @@ class OffloadedCheckpoint:
         return self  # a copy of a model offloads to the same store
 
     def _pack_only(self, hidden: torch.Tensor) -> Callable[[torch.Tensor], Any]:
-        """Masks and rotary tables are shared by all blocks and stay where they are."""
-        # The hooks live as long as the checkpoint and must not hold the tensor itself.
+        """Return a pack hook that offloads only `hidden`: masks and rotary tables are shared by all blocks."""
+        # The hooks live as long as the checkpoint and must not keep the tensor alive.
         address, shape, offloaded = hidden.data_ptr(), hidden.shape, None
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -126,7 +128,7 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 def _hidden_first(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """transformers binds keyword arguments in a partial; hidden states among them become the first argument again."""
+    """Make hidden states the first argument if transformers has bound them as a keyword argument in a partial."""
     if args or not isinstance(function, functools.partial) or HIDDEN_ARGUMENT not in function.keywords:
         return function, args
     others = {name: value for name, value in function.keywords.items() if name != HIDDEN_ARGUMENT}
@@ -137,13 +139,13 @@ def _hidden_first(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[
 def offload_checkpoints(
     model: torch.nn.Module, store: CheckpointStore, **checkpoint_options: Any
 ) -> Callable[[], None]:
-    """Turn on gradient checkpointing of a transformers model with its checkpoints in `store`; returns the undo.
+    """Enable gradient checkpointing of a transformers model with checkpoints in `store`; return a function to undo it.
 
-    `checkpoint_options` go to `torch.utils.checkpoint.checkpoint` (`use_reentrant`: default False). Checkpointing that
-    is on already keeps its options. Later calls of `gradient_checkpointing_enable` or
+    `checkpoint_options` go to `torch.utils.checkpoint.checkpoint` (`use_reentrant`: default False). If checkpointing is
+    already enabled, it keeps its options. Later calls of `gradient_checkpointing_enable` or
     `activation_checkpointing_enable`, such as the Trainer's, are offloaded too.
-    Call it before or after `deepspeed.initialize`; every rank has a store of its own. Raises ValueError for a model
-    without the transformers checkpointing interface.
+    Call this before or after `deepspeed.initialize`; every rank has its own store. Raises ValueError for a model
+    without the transformers checkpointing interface, RuntimeError if its checkpoints are already offloaded.
     """
     owner = next((m for m in model.modules() if hasattr(type(m), "_set_gradient_checkpointing")), None)
     if owner is None or not getattr(owner, "supports_gradient_checkpointing", False):
@@ -187,16 +189,16 @@ def offload_checkpoints(
 
 
 def checkpointed_blocks(model: torch.nn.Module) -> int:
-    """Checkpoints that one forward pass of a transformers model makes."""
+    """Return the number of checkpoints that one forward pass of a transformers model makes."""
     switches = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     layers = [m for m in switches if not hasattr(m, "_set_gradient_checkpointing")]
-    # Up to 4.51 the model itself loops over its layers and holds the only switch.
+    # Up to 4.51 the model itself loops over its layers and has the only switch.
     return len(layers) or model.config.get_text_config().num_hidden_layers
 
 
 def _replace_functions(model: torch.nn.Module, new: Callable[[Any], Any]) -> None:
-    """Give every block `new(function)` for the function that checkpoints it; which blocks do so stays as it is."""
-    made: dict[int, tuple[Any, Any]] = {}  # blocks share a function, and go on sharing one
+    """Replace each block's checkpoint function by `new(function)`; which blocks are checkpointed does not change."""
+    made: dict[int, tuple[Any, Any]] = {}  # blocks share a function, and continue to share one
     for module in model.modules():
         if (function := getattr(module, "_gradient_checkpointing_func", None)) is not None:
             if id(function) not in made:
@@ -205,7 +207,7 @@ def _replace_functions(model: torch.nn.Module, new: Callable[[Any], Any]) -> Non
 
 
 def switch_on(model: Any, options: dict[str, Any]) -> None:
-    """Turn on a transformers model's own gradient checkpointing with options for torch's function."""
-    # Renamed in transformers 5; the old name warns there.
+    """Enable a transformers model's own gradient checkpointing with options for torch's function."""
+    # The method was renamed in transformers 5, where the old name warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)

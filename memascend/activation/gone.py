@@ -1,4 +1,4 @@
-"""Noticing the end of an object that autograd's graph holds."""
+"""Detection of the end of an object that autograd's graph holds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class Gone(weakref.ref[Any]):
-    """A reference to `thing` that puts itself into `where`, in whichever thread, when that is gone; `of` says whose.
+    """A weak reference to `thing` that appends itself to `where` when `thing` is gone, in any thread; `of` is its data.
 
-    In place of a `__del__`: C++ lets go of such objects between the nodes of a backward pass, and Python handles Ctrl-C
-    in the first function of its own that runs then. In a `__del__` KeyboardInterrupt is printed and forgotten;
-    `deque.append` is no such function. Whoever holds the reference empties the deque.
+    This replaces a `__del__`. C++ releases such objects between the nodes of a backward pass, and Python handles Ctrl-C
+    in the first Python function that runs then. In a `__del__` KeyboardInterrupt would be printed and ignored;
+    `deque.append` is a C function. Whoever keeps the reference drains the deque.
     """
 
     __slots__ = ("of",)

@@ -1,4 +1,4 @@
-"""A tier whose first tensors lie in host memory, as far as that goes, and the others below (LoHan, IV-D)."""
+"""A tier that keeps the first tensors in host memory, up to a limit, and the others on a tier below (LoHan, IV-D)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ OWNER = "swapped_activations"
 
 
 class HostFirst(TierBase):
-    """`room_bytes` of `allocator`'s memory over `below`, which it owns from now on. Buffers are made when first needed
-    and used again for tensors of the same size. `transferred` counts what went below. No parts of tensors."""
+    """Up to `room_bytes` of `allocator`'s memory on top of the tier `below`, which it takes over.
+
+    Buffers are allocated on first use and reused for tensors of the same size. `transferred` counts the traffic of the
+    tier below. Writes of parts of tensors are not supported.
+    """
 
     def __init__(self, below: Tier, room_bytes: int, allocator: Allocator) -> None:
         super().__init__("host memory")

@@ -1,4 +1,4 @@
-"""Keep, recompute or offload per block of one model (SSDTrain, Fig. 7): the plan's mix as it is run."""
+"""Keep, recompute or offload per block of a model (SSDTrain, Fig. 7), as executed in a run."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from memascend.activation_policy import RECOMPUTE, ActivationPolicy
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model in the order of forward: its longest list of modules."""
+    """Return the blocks of a model in forward order: its longest ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len, default=()))
 
 
 def block_policies(model: torch.nn.Module, policy: ActivationPolicy, where: str) -> dict[torch.nn.Module, str]:
-    """Each block with its policy; ValueError, in one line, where their numbers differ."""
+    """Return the policy of each block. Raises ValueError, in one line, if the numbers of blocks differ."""
     blocks = blocks_of(model)
     return dict(zip(blocks, policy.per_block(len(blocks), where), strict=True))
 
 
 def recompute_blocks(model: Any, policies: dict[torch.nn.Module, str], options: dict[str, Any]) -> None:
-    """Gradient checkpointing of a transformers model in those of its blocks whose policy it is, and in no others.
+    """Enable gradient checkpointing of a transformers model in exactly the blocks with policy RECOMPUTE.
 
-    `options` go to `torch.utils.checkpoint.checkpoint`. Raises ValueError for a model whose blocks have no switch each,
-    as in transformers before 5.
+    `options` go to `torch.utils.checkpoint.checkpoint`. Raises ValueError for a model whose blocks have no individual
+    switches, as in transformers before 5.
     """
     if RECOMPUTE not in policies.values():
         return

@@ -14,7 +14,7 @@ from memascend.storage.tier import Tier
 
 
 def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) -> OffloadedActivations:
-    """What forward passes save for backward waits on the SSD inside this context.
+    """Context manager in which tensors that forward passes save for backward are offloaded to the SSD.
 
         with memascend.offload_activations("/mnt/nvme"):
             for batch in batches:
@@ -22,16 +22,16 @@ def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) ->
                 optimizer.step(); optimizer.zero_grad()
 
     Args:
-        where: a folder on the SSD (created if only its last part is missing; a file is made in it and removed at the
-            end), or an open tier, which is closed at the end.
+        where: a folder on the SSD (created if only its last component is missing; a file is created in it and removed
+            at the end), or an open tier, which is closed at the end.
         options: see :class:`memascend.activation.cache.CacheOptions`.
-    Entering it gives the cache: `statistics`, and `record` of the last forward pass. Gradients are those of keeping
-    everything, bit for bit. A backward pass has to end inside the context. With a folder it may be entered again after
-    its end, with a new cache; it may be a decorator, too.
+    Entering it returns the cache, with `statistics`, and `record` of the last forward pass. Gradients are bit for bit
+    those of keeping everything. A backward pass must end inside the context. With a folder, the context can be entered
+    again after its end, with a new cache; it can also be used as a decorator.
     Raises:
-        ValueError: an unknown option, or a folder that cannot be created or written. StorageError: no room.
+        ValueError: an unknown option, or a folder that cannot be created or written. StorageError: no space.
         ActivationError (from `backward`): a saved tensor is lost, or was changed in place since; it is named. As in
-            plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
+            plain PyTorch, changes through `.data` or NumPy are not detected; backward may then use the saved values.
     """
     if not isinstance(where, Tier) and (not isinstance(where, str | os.PathLike) or not os.fspath(where)):
         raise ValueError(f"offload_activations(where): the path of a folder on the SSD, or an open tier, got {where!r}")
@@ -39,7 +39,7 @@ def offload_activations(where: str | os.PathLike[str] | Tier, **options: Any) ->
 
 
 class OffloadedActivations(ContextDecorator):
-    """What `offload_activations` returns."""
+    """The context manager that `offload_activations` returns."""
 
     def __init__(self, where: str | os.PathLike[str] | Tier, options: CacheOptions) -> None:
         self._where, self._options = where, options
@@ -59,7 +59,7 @@ class OffloadedActivations(ContextDecorator):
         return cache
 
     def _recreate_cm(self) -> OffloadedActivations:
-        """For each call of a function that is decorated with it."""
+        """Return a new context for each call of a decorated function."""
         return OffloadedActivations(self._where, self._options)
 
     def __exit__(self, *error: Any) -> bool | None:

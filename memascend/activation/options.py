@@ -1,4 +1,4 @@
-"""What an activation cache is told, and what it counts."""
+"""Options and statistics of an activation cache."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 from memascend.memory.budget import parse_bytes
 
-MINIMUM_BYTES = 1 << 20  # of a saved tensor that goes to the SSD
+MINIMUM_BYTES = 1 << 20  # minimum size of a saved tensor that goes to the SSD
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What is offloaded, and how far ahead it is read. Bytes can also be a text, such as `1MiB`.
+    """Selects what is offloaded, and how far ahead it is read. Bytes can also be given as text, such as `1MiB`.
 
     Args:
-        amount: `all` (whatever is large enough), `auto` (what the SSD takes while forward runs, nothing where the
-            device's memory suffices anyway), or bytes per forward pass.
+        amount: `all` (whatever is large enough), `auto` (what the SSD can write during forward; nothing if the device's
+            memory suffices anyway), or bytes per forward pass.
         minimum_bytes: smaller tensors stay. The paper's limit is 2^20 elements (Algorithm 1 prints 2 * 20).
         prefetch_bytes: how much may be read ahead of backward.
-        reserve_bytes: space that is left free on the tier; beyond it tensors stay in memory, which is logged once.
-        write_budget_bytes: what may be written in all (the drive's endurance); beyond it tensors stay, logged once.
-        device: whose tensors are activations; default: cuda (or another accelerator) where there is one, else cpu.
+        reserve_bytes: space to leave free on the tier; beyond it tensors stay in memory, which is logged once.
+        write_budget_bytes: limit of total writes in bytes (the drive's endurance); beyond it tensors stay, logged once.
+        device: device type whose tensors are activations; default: cuda or another available accelerator, else cpu.
     """
 
     amount: str | int = "auto"
@@ -58,9 +58,9 @@ def _is_bytes(value: object, least: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStatistics:
-    """Since the cache was made; bytes. `waited_s`: how long backward stood still for reads.
+    """Counters since the cache was created, in bytes. `waited_s`: seconds in which backward was blocked by reads.
 
-    `resident`: saved tensors that are in memory now, `peak` their most since `ActivationCache.restart_peak`.
+    `resident` counts saved tensors in memory now, `peak` the maximum since `ActivationCache.restart_peak`.
     """
 
     written: int = 0
@@ -75,7 +75,7 @@ class CacheStatistics:
 
 
 def options_from(section: Mapping[str, Any]) -> CacheOptions:
-    """CacheOptions of a configuration section; ValueError in one line for an unknown key."""
+    """Return the CacheOptions of a configuration section. Raises ValueError, in one line, for an unknown key."""
     known = CacheOptions.__dataclass_fields__
     unknown = next((key for key in section if key not in known), None)
     if unknown is not None:

@@ -1,4 +1,4 @@
-"""A pass under a plan, before it is tried: peak of saved activations and seconds, from the simulator."""
+"""Simulated forward and backward pass under an offloading plan: peak of saved activations, and duration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from memascend.activation_policy import KEEP, OFFLOAD, RECOMPUTE
 from memascend.simulator import Drive, Fifo, ResourceModel, SimulationResult, Task, simulate
 
 _POOL, _AHEAD = "saved activations", "read ahead"
-_MOST_TASKS = 600  # regions beyond a third of it are folded with their neighbours
+_MOST_TASKS = 600  # with more than a third as many regions, neighbours are merged
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedPeak:
-    """Bytes of saved tensors in the device's memory at the worst instant; `kept_bytes` is that without offloading."""
+    """Peak bytes of saved tensors in device memory; `kept_bytes` is the peak without offloading."""
 
     peak_bytes: float
     kept_bytes: int
@@ -24,13 +24,13 @@ class PredictedPeak:
 
     @property
     def reduction(self) -> float:
-        """Share of the saved activations that is never in memory together with the rest."""
+        """Fraction by which the peak is below that without offloading."""
         return 1.0 - self.peak_bytes / self.kept_bytes if self.kept_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Region:
-    """`seconds` of forward before it is saved; `block`: the name of its block, None outside of all."""
+    """A saved region. `seconds` of forward precede it; `block` is the name of its block, None outside of all blocks."""
 
     nbytes: float
     seconds: float
@@ -49,13 +49,13 @@ def predicted_peak(
     policies: Mapping[str, str] | None = None,
     entry_bytes: float = 0.0,
 ) -> PredictedPeak:
-    """Play one forward and backward pass with the sizes and times of `record`.
+    """Simulate one forward and backward pass with the sizes and times of `record`.
 
-    A region enters the pool when it is saved, leaves it when it has been written, comes back when it is read ahead and
-    leaves for good when backward has used it. One whose write has not ended by then is forwarded: it is not read.
-    `policies`: of blocks by their name, in place of `plan`; what lies outside is kept. A block that is computed again
-    leaves `entry_bytes`, its input, and all that it saves comes back before its backward. `record` is then of a pass
-    that keeps everything.
+    A region enters the pool when it is saved, leaves it when it has been written, returns when it is read ahead, and
+    leaves for good when backward has used it. A region whose write has not ended by then is forwarded, not read.
+    `policies` maps block names to policies and replaces `plan`; regions outside of blocks are kept. A recomputed block
+    leaves `entry_bytes`, its input, and everything that it saves returns before its backward. `record` must then be
+    that of a pass that keeps everything.
     """
     regions = _folded(_regions(record, plan, policies))
     machine = ResourceModel(
@@ -73,8 +73,8 @@ def predicted_peak(
     begun = simulate(forward, machine)
     written = {event.name: event.end_s for event in begun.events if event.name.startswith("write ")}
     sent = [number for number, region in enumerate(regions) if region.policy == OFFLOAD]
-    # Forwarded is what is still being written when backward comes to it. Whatever holds backward up lets more of it be
-    # written, and read, before that: again until it holds.
+    # A region is forwarded if it is still being written when backward reaches it. A delay of backward lets more regions
+    # be written, and then read, before that: repeat until no more are.
     read = {n for n in sent if written[f"write {n}"] <= _comes(regions, n, backward_over_forward)}
     while True:
         simulated = simulate(forward + _backward(regions, read, backward_over_forward, entry_bytes), machine)
@@ -82,7 +82,7 @@ def predicted_peak(
         more = {n for n in sent if n not in read and written[f"write {n}"] <= begins[f"backward {n}"]}
         if not more:
             break
-        read.add(max(more))  # backward comes to it first
+        read.add(max(more))  # backward reaches it first
     return PredictedPeak(
         peak_bytes=simulated.peak(_POOL),
         kept_bytes=record.bytes,
@@ -92,7 +92,7 @@ def predicted_peak(
 
 
 def _comes(regions: list[_Region], number: int, ratio: float) -> float:
-    """When backward comes to a region, if nothing holds it up."""
+    """Return when backward reaches a region, if nothing delays it."""
     behind = sum(region.seconds * (ratio + (region.policy == RECOMPUTE)) for region in regions[number + 1 :])
     return sum(region.seconds for region in regions) + behind
 
@@ -114,13 +114,13 @@ def _regions(record: Record, plan: Plan, policies: Mapping[str, str] | None) -> 
             policy = OFFLOAD if goes else KEEP
         regions.append(_Region(nbytes=float(nbytes), seconds=max(0.0, at_s - last_s), policy=policy, block=block))
         last_s = at_s
-    # What comes after the last region saves nothing, and its backward comes first.
+    # What follows the last region saves nothing, and its backward comes first.
     tail_s = max(0.0, record.forward_s - last_s)
     return [*regions, _Region(nbytes=0.0, seconds=tail_s, policy=KEEP, block=None)]
 
 
 def _folded(regions: list[_Region]) -> list[_Region]:
-    """Neighbours of one block and policy together, where there are many; what is computed again, block by block."""
+    """Merge neighbours of the same block and policy if there are many; merge recomputed ones per block."""
     fold = 1 + 3 * len(regions) // _MOST_TASKS
     folded: list[_Region] = []
     for number, region in enumerate(regions):
@@ -138,7 +138,7 @@ def _forward(regions: list[_Region], entry_bytes: float) -> list[Task]:
     for number, region in enumerate(regions):
         before = (f"save {number - 1}",) if number else ()
         tasks.append(Task(name=f"forward {number}", phase="forward", needs={"device": region.seconds}, after=before))
-        # Taken at its begin: when the region has been computed.
+        # The pool is charged when this task begins: once the region has been computed.
         left = entry_bytes if region.policy == RECOMPUTE else region.nbytes
         tasks.append(Task(name=f"save {number}", phase="forward", after=(f"forward {number}",), takes={_POOL: left}))
         if region.policy == OFFLOAD:
@@ -155,8 +155,8 @@ def _forward(regions: list[_Region], entry_bytes: float) -> list[Task]:
 
 
 def _backward(regions: list[_Region], read: set[int], ratio: float, entry_bytes: float) -> list[Task]:
-    """What was forwarded gave its bytes when its write ended, and is no longer counted then: autograd holds it until
-    its use, which comes within the time of that write."""
+    """Return the backward tasks. Forwarded regions left the pool when their writes ended and are not counted again:
+    autograd holds them until their use, which comes while they are written."""
     tasks: list[Task] = []
     last = f"save {len(regions) - 1}"
     last_read = last

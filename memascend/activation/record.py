@@ -1,4 +1,4 @@
-"""What a forward pass saved, and how much of the next one is worth offloading (SSDTrain, Fig. 3 and III-D)."""
+"""Record of the tensors saved by a forward pass, and the next pass's offloading plan (SSDTrain, Fig. 3 and III-D)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 from dataclasses import dataclass, field
 
 _NUMBERED = re.compile(r"^(.*?\.?\d+)(?:\.|\[|$)")
-# What the SSD has not taken when forward ends saves nothing at the peak, and backward would wait for its reads.
+# Bytes not yet written when forward ends do not reduce the peak, and backward would wait for their reads.
 _SHARE_OF_RATE = 0.9
-# Activations of less than this share of the free memory are no reason to write to a drive.
+# Activations below this fraction of the free memory do not justify writes to a drive.
 _NEEDS_NOTHING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`offload_bytes`: how much of a forward pass goes to the tier, from its begin on; None is everything."""
+    """Offloading of a forward pass: its first `offload_bytes` go to the tier; None means everything."""
 
     offload_bytes: int | None = None
     reason: str = ""
@@ -23,7 +23,7 @@ class Plan:
 
 @dataclass
 class Record:
-    """One forward pass of a root module: (name, bytes, seconds since its begin) of every region that it saved."""
+    """One forward pass of a root module: (name, bytes, seconds since its begin) of each region that it saved."""
 
     tensors: list[tuple[str, int, float]] = field(default_factory=list)
     offloaded_bytes: int = 0
@@ -42,7 +42,7 @@ class Record:
 
     @property
     def last_module_bytes(self) -> int:
-        """What was saved since the last numbered block began: its backward comes before any read could."""
+        """Bytes saved from the last numbered block on: backward uses them before any read could complete."""
         blocks = [block_of(name) for name, _, _ in self.tensors]
         last = next((block for block in reversed(blocks) if block is not None), None)
         if last is None:
@@ -51,15 +51,15 @@ class Record:
 
 
 def block_of(name: str) -> str | None:
-    """The numbered block that a region's module belongs to, by name: `model.layers.3`; None outside of all."""
+    """Return the numbered block of a region's module, such as `model.layers.3`, or None outside of all blocks."""
     match = _NUMBERED.match(name)
     return match.group(1) if match else None
 
 
 def next_plan(record: Record, amount: str | int, write_rate: float | None, free_bytes: int | None) -> Plan:
-    """The plan of the next forward pass from what the last one showed.
+    """Return the plan for the next forward pass, based on the record of the last one.
 
-    `write_rate`: bytes per second that the tier takes, None if unknown; `free_bytes`: of the device's memory.
+    `write_rate` is the tier's write bandwidth in bytes per second, None if unknown; `free_bytes` is free device memory.
     """
     if isinstance(amount, int):
         return Plan(offload_bytes=amount)

@@ -1,4 +1,4 @@
-"""What stands on autograd's graph in the place of a saved tensor, and the region of a storage that it is a view of."""
+"""Placeholders for saved tensors in autograd's graph, and the storage regions that they are views of."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from memascend.storage.completion import Completion
 
-_IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number that no other storage of a process has
+_IDENTITY = "_memascend_activation"  # attribute of an untyped storage: a number that is unique within the process
 _storage_numbers = itertools.count(1)
 
 
 class ActivationError(RuntimeError):
-    """A saved activation that backward needs is lost or was changed; the message names it."""
+    """A saved activation that backward needs was lost or modified; the message names it."""
 
 
 class Version:
-    """How often a tensor had been changed in place when it was saved; the memory is not held.
+    """The version counter of a tensor when it was saved, without keeping its memory alive.
 
-    What torch does not count is not seen: changes through `.data` or NumPy, and of tensors made in inference mode.
+    Changes that torch does not count are not detected: those through `.data` or NumPy, and of inference tensors.
     """
 
     __slots__ = ("_expected", "_probe")
@@ -34,8 +34,11 @@ class Version:
             self._expected = self._probe._version
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        """Return whether changes of `tensor` are counted here: those of views and aliases are, but tensors may share
-        memory and count for themselves (`.data`, chunks of `torch.unsafe_chunk` as in a GRU's cell)."""
+        """Return whether changes of `tensor` are counted here.
+
+        Those of views and aliases are. But tensors may share memory and have separate counters (`.data`, chunks of
+        `torch.unsafe_chunk` as in a GRU cell).
+        """
         if self._probe is None or tensor.is_inference():
             return False
         before = tensor._version
@@ -44,7 +47,7 @@ class Version:
             return tensor._version != before
 
     def check(self, what: str) -> None:
-        """Raise ActivationError where the tensor, or one that shares its memory, was changed in place since."""
+        """Raise ActivationError if the tensor, or one that shares its counter, was changed in place since."""
         if self._probe is not None and self._probe._version != self._expected:
             raise ActivationError(
                 f"{what} was modified in place after it had been saved for backward (version {self._probe._version}, "
@@ -55,8 +58,8 @@ class Version:
 class Region:
     """Bytes [begin, begin + nbytes) of a storage at one version.
 
-    `memory`: the region as a uint8 tensor while it is in memory. Until the region has been written it shares the
-    storage of what was saved, so its storage offset is `begin`; once read back it has its own storage and offset 0.
+    `memory` is the region as a uint8 tensor while it is in memory. Until the region has been written, it shares the
+    storage of the saved tensor, so its storage offset is `begin`; once read back, it has its own storage and offset 0.
     """
 
     def __init__(self, number: int, name: str, tensor: torch.Tensor, begin: int, nbytes: int) -> None:
@@ -70,7 +73,7 @@ class Region:
         self.error: BaseException | None = None
         self.references = self.packs = self.unpacks = 0
         self.sweep: Any = None  # the `Sweep` of the forward pass that saved it
-        self.place = -1  # in that pass
+        self.place = -1  # its position in that pass
         self.identity = (identity_of(tensor.untyped_storage()), tensor._version, begin, nbytes)
 
     @property
@@ -78,17 +81,19 @@ class Region:
         return f"activation-{self.number}"
 
     def is_version_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor`, of the same storage and version number, cannot have other values here."""
+        """Return whether `tensor`, of the same storage and version number, must have the same values here."""
         return self._version.counts(tensor)
 
     def check_unchanged(self) -> None:
-        """Raise ActivationError where the tensor was changed in place after it had been saved: what was written
-        meanwhile is of no use to any view."""
+        """Raise ActivationError if the tensor was changed in place after it had been saved.
+
+        The data written meanwhile is then invalid for every view.
+        """
         self._version.check(f"activation {self.name}")
 
 
 class InMemory:
-    """A tensor that the cache leaves in memory. Autograd does not check versions under hooks, so this does."""
+    """A saved tensor that stays in memory. Autograd does not check versions under hooks, so this class does."""
 
     __slots__ = ("name", "tensor", "version")
 
@@ -106,14 +111,14 @@ class InMemory:
 
 
 class Owner(Protocol):
-    """What a view asks of its cache."""
+    """The interface that a view needs of its cache."""
 
     def unpack(self, view: View) -> torch.Tensor:
         """Return the saved tensor, for backward."""
 
 
 class View:
-    """A saved tensor as a view of its region. Its cache releases the region with the last view.
+    """A saved tensor as a view of its region. The cache releases the region with its last view.
 
     Autograd does not check versions under hooks, so `unpack` does, wherever the region is by then.
     """
@@ -133,9 +138,9 @@ class View:
 
     def __init__(self, owner: Owner, saved: Region, tensor: torch.Tensor) -> None:
         self._owner, self.saved = owner, saved
-        self._version = Version(tensor)  # a tensor made with `.data` shares the region but counts for itself
+        self._version = Version(tensor)  # a tensor made with `.data` shares the region but has its own counter
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
-        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()  # lazy: the bytes in the storage lack them
+        self.conj, self.neg = tensor.is_conj(), tensor.is_neg()  # lazy flags: the stored bytes do not include them
         self.offset_bytes = tensor.storage_offset() * tensor.element_size() - saved.begin
 
     def unpack(self) -> torch.Tensor:
@@ -143,7 +148,7 @@ class View:
         return self._owner.unpack(self)
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor as it was saved, over `memory` (the region as uint8; its storage may begin before the region)."""
+        """Return the saved tensor over `memory` (the region as uint8; its storage may begin before the region)."""
         found = torch.empty(0, dtype=self.dtype, device=memory.device)
         begin = memory.storage_offset() + self.offset_bytes
         found.set_(memory.untyped_storage(), begin // found.element_size(), self.shape, self.stride)
@@ -152,7 +157,7 @@ class View:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that stays with a storage for its life; an address would be used again."""
+    """Return a number that identifies a storage for its lifetime; addresses are reused."""
     number = getattr(storage, _IDENTITY, None)
     if number is None:
         number = next(_storage_numbers)
@@ -161,13 +166,15 @@ def identity_of(storage: torch.UntypedStorage) -> int:
 
 
 def known_identity(storage: torch.UntypedStorage) -> int | None:
-    """Return the storage's number if it has one."""
+    """Return the storage's number, or None if it has none yet."""
     return getattr(storage, _IDENTITY, None)
 
 
 def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int]:
-    """(first byte, bytes) of the storage to save for `tensor`: all of it where the tensor covers half or more, so that
-    other views find it there, else the tensor's own span."""
+    """Return (first byte, bytes) of the storage to save for `tensor`.
+
+    That is the whole storage if the tensor spans half of it or more, so that other views find it, else its own span.
+    """
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     span = (1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))) * size

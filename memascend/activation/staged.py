@@ -1,9 +1,9 @@
-"""A tier for tensors of a device: through page-locked host memory, on a stream of their own, ordered by events.
+"""A tier for device tensors: transfers go through page-locked host memory on a separate stream, ordered by events.
 
-A write copies the tensor to a host slot behind what the caller's stream has computed, and the slot goes to the tier
-when the copy's event has been reached; a read is the same backwards. Nobody waits: the dispatcher asks for events and
-begins what follows. `most_bytes` bound the slots: what finds no room waits for its turn, reads before writes, and a
-tensor stays on the device until then.
+A write copies the tensor to a host slot after the current work of the caller's stream; when the copy's event is
+reached, the slot is written to the tier. A read is the same in reverse. No thread blocks: the dispatcher polls events
+and starts the next steps. `most_bytes` limits the slots: transfers beyond it are queued, reads before writes, and a
+tensor to be written stays on the device until then.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _MOST_BYTES = 1 << 30
 
 
 class StagedTier:
-    """What an activation cache asks of a tier, for device tensors. Owns `tier`. Thread-safe.
+    """The part of the tier protocol that an activation cache uses, for device tensors. Owns `tier`. Thread-safe.
 
-    Completions end when the bytes are on the tier, or on the device for any stream. Errors are the tier's. The tensor
-    of a transfer must not be changed or freed before it has ended. `streams`: of a device, the seam that tests replace.
+    A write completes when the bytes are on the tier, a read when they are on the device, visible to any stream. Errors
+    are those of the tier. The tensor of a transfer must not be changed or freed before it has ended. `streams` creates
+    the streams of a device, and is replaced in tests.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class StagedTier:
         self._streams: dict[torch.device, Any] = {}
         self._lock = threading.Lock()
         self._used_bytes = self._idle_bytes = self._queued_bytes = 0
-        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # slots by their bytes
+        self._idle: dict[int, list[torch.Tensor]] = defaultdict(list)  # slots by size
         self._queues: tuple[deque[tuple[int, Promise]], ...] = (deque(), deque())  # reads, writes
 
     def write(self, key: str, tensor: torch.Tensor) -> Completion:
-        """The contiguous device `tensor` under `key`, as the current stream leaves it."""
+        """Write the contiguous device `tensor` under `key`, as the current stream's queued work leaves it."""
         streams = self._streams_of(tensor.device)
         computed = streams.current().record_event()
         with self._lock:
@@ -72,7 +73,7 @@ class StagedTier:
         return written
 
     def read(self, key: str, tensor: torch.Tensor) -> Completion:
-        """Fill the contiguous device `tensor`, which the current stream may have let go of something else for."""
+        """Fill the contiguous device `tensor`, after the current stream's queued work, which may use its memory."""
         streams = self._streams_of(tensor.device)
         freed = streams.current().record_event()
 
@@ -88,7 +89,7 @@ class StagedTier:
         return self._staged(tensor.nbytes, come, which=0)
 
     def erase(self, key: str) -> bool:
-        """After the transfers of it have ended."""
+        """Erase a tensor, after its transfers have ended."""
         return self._tier.erase(key)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -103,7 +104,7 @@ class StagedTier:
         return self._tier.transferred
 
     def close(self) -> None:
-        """After all transfers have ended."""
+        """Close the tier and free the slots, after all transfers have ended."""
         self._tier.close()
         with self._lock:
             self._idle.clear()
@@ -118,7 +119,7 @@ class StagedTier:
             return self._streams[device]
 
     def _staged(self, nbytes: int, function: Callable[[torch.Tensor], Completion], *, which: int) -> Completion:
-        """`function` with a slot, as soon as there is room; the slot is free again when it has ended, well or not."""
+        """Call `function` with a slot once one is available; the slot is freed when its completion ends, in any way."""
         room, slots = Promise(f"room for {nbytes} bytes of staging"), []
 
         def begin(_: Any) -> Completion:
@@ -133,7 +134,7 @@ class StagedTier:
         return done
 
     def _serve(self) -> None:
-        """Begin what there is room for, in order; one in any case."""
+        """Start queued transfers in order, as far as there is space for slots; always at least one."""
         while True:
             with self._lock:
                 queue = next((queue for queue in self._queues if queue), None)
@@ -151,7 +152,7 @@ class StagedTier:
         return self._allocator.allocate(nbytes, torch.uint8, name="activation staging", owner=OWNER)
 
     def _give(self, nbytes: int, slots: list[torch.Tensor]) -> None:
-        """Slots of sizes that come no more are let go when others need the room."""
+        """Return a slot; free idle slots of other sizes if the limit is exceeded."""
         with self._lock:
             self._used_bytes -= nbytes
             if slots:

@@ -1,9 +1,9 @@
-"""Host memory for the activation checkpoints of one rank: a single reservation, cut into a slot for each block.
+"""Host memory for the activation checkpoints of one rank: a single reservation with one slot per block.
 
-MemAscend, Eq. 1: B x C x L x H elements per rank, B sequences of C tokens, L blocks of hidden size H. The reservation
-is made as a whole, so the allocator's rounding meets the whole store: nothing with the exact allocator, up to twice the
-bytes with the power-of-two one. That is the granularity which the paper's baseline shows (its totals grow by
-p2(B C L H 2) for each GPU; rounding each block would give other steps).
+MemAscend, Eq. 1: B x C x L x H elements per rank, for B sequences of C tokens, L blocks and hidden size H. The
+reservation is a single allocation, so the allocator's rounding applies to the whole store: nothing with the exact
+allocator, up to twice the bytes with the power-of-two one. The paper's baseline shows that granularity (its totals grow
+by p2(B C L H 2) per GPU; rounding each block would give other steps).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWNER = "activation_checkpoints"
 
 
 class _Segment:
-    """One reservation in equal slots. `pending` holds, for each device, the event after its last copy."""
+    """One reservation, divided into equal slots. `pending` has the event after the last copy of each device."""
 
     def __init__(self, buffer: torch.Tensor, slot_bytes: int) -> None:
         self.buffer = buffer.view(torch.uint8)
@@ -48,11 +48,11 @@ class _Segment:
 
     def __del__(self) -> None:
         for event in self.pending.values():
-            event.synchronize()  # a copy may still read or write memory that is about to be freed
+            event.synchronize()  # a copy may still access memory that is about to be freed
 
 
 class Slot:
-    """Host memory of one checkpoint, given back when this object goes."""
+    """Host memory of one checkpoint, returned when this object is deleted."""
 
     def __init__(self, segment: _Segment, index: int) -> None:
         self._segment, self._index = segment, index
@@ -60,19 +60,18 @@ class Slot:
         self.pending = segment.pending
 
     def view(self, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The slot as a dense tensor; the caller asked for at least its bytes."""
+        """Return the slot as a dense tensor; the caller must have leased at least its bytes."""
         begin = self._index * self._segment.slot_bytes
         flat = self._segment.buffer[begin : begin + math.prod(size) * dtype.itemsize].view(dtype)
         return flat.as_strided(size, stride, flat.storage_offset())
 
 
 class CheckpointStore:
-    """One rank's checkpoints in memory of `allocator`, which books them in its ledger (owner `activation_checkpoints`).
+    """One rank's checkpoints in memory of `allocator`, booked in its ledger (owner `activation_checkpoints`).
 
-    `blocks`: checkpoints of one forward pass (`offload_checkpoints` sets it). The bytes of a slot are learnt from the
-    first checkpoint, or given beforehand by `reserve`. When a larger batch comes, the reservation is replaced by a
-    larger one; when a second forward pass runs before the first one's backward, it gets a reservation of its own.
-    Thread-safe.
+    `blocks` is the number of checkpoints per forward pass (`offload_checkpoints` sets it). The size of a slot is that
+    of the first checkpoint, or is set in advance by `reserve`. For a larger batch, the reservation is replaced by a
+    larger one. If a second forward pass runs before the first one's backward, it gets its own reservation. Thread-safe.
     """
 
     def __init__(self, allocator: Allocator, *, blocks: int | None = None) -> None:
@@ -93,7 +92,7 @@ class CheckpointStore:
             self._add(batch * context * hidden, dtype, layers)
 
     def lease(self, numel: int, dtype: torch.dtype) -> Slot:
-        """Memory for one checkpoint of `numel` elements. Raises MemoryError if the allocator cannot give it."""
+        """Return memory for one checkpoint of `numel` elements. Raises MemoryError if the allocator refuses."""
         if self.blocks is None:
             raise ValueError("CheckpointStore: the number of blocks is unknown: pass blocks=, or call reserve first")
         wanted = numel * dtype.itemsize
@@ -106,25 +105,25 @@ class CheckpointStore:
             return Slot(segment, segment.free.pop())
 
     def close(self) -> None:
-        """Let go of the memory; checkpoints that are still needed keep theirs until they are used."""
+        """Release the memory; checkpoints that are still needed keep theirs until they are used."""
         with self._lock:
             self._segments.clear()
 
     @property
     def requested_bytes(self) -> int:
-        """Bytes asked of the allocator, all reservations together."""
+        """Bytes requested from the allocator, for all reservations together."""
         return sum(segment.buffer.numel() for segment in self._segments)
 
     @property
     def leased(self) -> int:
-        """Checkpoints that are in host memory now."""
+        """Number of checkpoints in host memory now."""
         with self._lock:
             for segment in self._segments:
                 segment.collect()
             return sum(segment.count - len(segment.free) for segment in self._segments)
 
     def _empty_segment_for(self, slot_bytes: int, blocks: int) -> _Segment | None:
-        """An unused reservation cut anew; one that is too small is given back, to be replaced."""
+        """Return an unused reservation, divided anew; if all unused ones are too small, drop one, to be replaced."""
         idle = sorted((s for s in self._segments if s.empty), key=lambda s: s.buffer.numel())
         for segment in idle:
             if segment.buffer.numel() >= slot_bytes * blocks:

@@ -1,4 +1,4 @@
-"""What a cache asks of the process that it works in: the calls in progress, the device, its free memory."""
+"""Queries of the process that a cache runs in: calls in progress, the device, its free memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def calls_itself(module: torch.nn.Module) -> bool:
-    """Whether the forward pass that begins is inside of another one of the same module, on this thread."""
+    """Return whether the current forward pass is nested inside another one of the same module, on this thread."""
     frame: FrameType | None = sys._getframe()
     calls = 0
     while frame is not None and calls < 2:

@@ -1,7 +1,7 @@
-"""Copies between a device and host slots on a stream of their own, ordered by events.
+"""Copies between a device and host slots on a separate stream, ordered by events.
 
-The device's module (`torch.cuda`, `torch.xpu`, …) comes from the tensor's device; no index is assumed. On the CPU the
-copies are plain ones. The host side must be page-locked for the copies to overlap with computing.
+The device module (`torch.cuda`, `torch.xpu`, …) follows from the tensor's device; no index is assumed. On the CPU, the
+copies are synchronous. The host side must be page-locked for copies to overlap with computation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from memascend.activation.store import Slot
 
 @dataclass
 class Arrival:
-    """A device tensor that is being filled; `event` (None for a plain copy) is reached when it is there."""
+    """A device tensor that is being filled; `event` (None for a plain copy) is reached when the copy is complete."""
 
     tensor: torch.Tensor
     event: Any = None
 
 
 class Transfer(Protocol):
-    """Moves tensors of one device. `offload` may return before the copy is done; `finish` makes an arrival usable."""
+    """Moves tensors of one device. `offload` may return before its copy is done; `finish` makes an arrival usable."""
 
     prefetches: bool
 
@@ -36,7 +36,7 @@ class Transfer(Protocol):
 
 
 class PlainTransfer:
-    """The CPU: no streams, nothing to overlap."""
+    """Transfers on the CPU: no streams, no overlap."""
 
     prefetches = False
 
@@ -51,13 +51,13 @@ class PlainTransfer:
 
 
 def has_streams(kind: str) -> bool:
-    """Whether torch sees a device of this type, and its copies can run beside what it computes."""
+    """Return whether torch has a device of this type whose copies can overlap with computation."""
     module = getattr(torch, kind, None)
     return module is not None and hasattr(module, "Stream") and module.is_available()
 
 
 class DeviceStreams:
-    """What `StreamTransfer` needs of a device: the seam that tests replace."""
+    """The device operations that `StreamTransfer` needs; tests replace them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,21 +68,21 @@ class DeviceStreams:
         return self._module.current_stream(self.device)
 
     def on_side(self) -> Any:
-        """Context in which copies and allocations belong to the side stream."""
+        """Return a context in which copies and allocations belong to the side stream."""
         return self._module.stream(self.side)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The caching allocator must not hand out the tensor's memory again before `stream` has come this far."""
+        """Keep the caching allocator from reusing the tensor's memory before `stream` has completed its queued work."""
         tensor.record_stream(stream)
 
 
 class StreamTransfer:
-    """Copies on the side stream of one device.
+    """Transfers on the side stream of one device.
 
-    One stream for both directions: a slot that is freed and used again is then written only after its last read.
+    Both directions share one stream, so a slot that is freed and reused is only written after its last read.
     """
 
     prefetches = True
@@ -92,7 +92,7 @@ class StreamTransfer:
 
     def offload(self, source: torch.Tensor, target: torch.Tensor, slot: Slot) -> None:
         streams = self._streams
-        streams.side.wait_event(streams.current().record_event())  # the source has been computed
+        streams.side.wait_event(streams.current().record_event())  # after the source has been computed
         self._wait_for_other_devices(slot)
         with streams.on_side():
             target.copy_(source, non_blocking=True)
@@ -125,7 +125,7 @@ _lock = threading.Lock()
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The transfer of `device`, made on first use and kept for the process."""
+    """Return the transfer of `device`, created on first use and kept for the lifetime of the process."""
     with _lock:
         if device not in _transfers:
             plain = device.type == "cpu"

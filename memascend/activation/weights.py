@@ -1,4 +1,4 @@
-"""Which of the tensors that autograd saves are weights: those stay where they are."""
+"""Recognition of weights among the tensors that autograd saves: weights are not offloaded."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import nn
 
 
 class KnownWeights:
-    """Storages of parameters and buffers, by the outermost module that ran; an address may be used again."""
+    """Storages of parameters and buffers, by the outermost module that ran. Weak references detect reused addresses."""
 
     def __init__(self) -> None:
         self._storages: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[torch.Tensor]]]
         self._storages = weakref.WeakKeyDictionary()
 
     def note(self, module: nn.Module) -> None:
-        """Its parameters and buffers are weights. One thread at a time."""
+        """Record the parameters and buffers of `module` as weights. One thread at a time."""
         self._storages[module] = _weights_of(module)
 
     def include(self, tensor: torch.Tensor, running: Sequence[nn.Module], *, casts: bool) -> bool:
-        """By storage: a parameter or buffer of a model that has run here, whichever module uses it.
+        """Return whether `tensor` shares storage with a parameter or buffer of any model that has run here.
 
-        The modules that are `running` are looked at anew, since ZeRO-3 gathers weights into fresh storages; what
-        autocast makes of a weight (`casts`: it is on) is a fresh tensor of its shape.
+        The `running` modules are checked anew, since ZeRO-3 gathers weights into fresh storages. If autocast is on
+        (`casts`), a tensor with the shape of a weight (or its transpose) counts too: it may be a cast weight.
         """
         address = tensor.untyped_storage()._cdata
         for weights in self._storages.values():
@@ -45,7 +45,7 @@ class KnownWeights:
 
 
 def _weights_of(module: torch.nn.Module) -> dict[int, weakref.ref[torch.Tensor]]:
-    """Parameters and buffers by the address of their storage."""
+    """Return parameters and buffers by the address of their storage."""
     return {
         weight.untyped_storage()._cdata: weakref.ref(weight)
         for weight in itertools.chain(module.parameters(), module.buffers())

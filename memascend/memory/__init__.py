@@ -1,1 +1,1 @@
-"""Host memory: page-locked allocators, buffer pools, the ledger, and the allocator that tells roles apart."""
+"""Host memory: page-locked allocators, buffer pools, the ledger, and the allocator that separates roles."""

@@ -1,12 +1,12 @@
-"""From samples, allocation events and idle readings to the memory section of a run record (DESIGN, Words: Host peak).
+"""Derives the memory section of a run record from samples, allocation events and idle readings (DESIGN, Words).
 
-* host resident = RssAnon + RssFile: device-role blocks are shared mappings, which the kernel counts apart (RssShmem).
-* baseline = host resident when idle after the warm-up (two steps), minus the host buffers that the ledger holds then.
+* host resident = RssAnon + RssFile: device-role blocks are shared mappings, which the kernel counts as RssShmem.
+* baseline = host resident when idle after the warm-up (two steps), minus the host buffers in the ledger at that time.
 * host peak = largest sample of host resident over the steady steps, or the kernel's high-water mark of a host phase
-  without the device's share where that is larger.
-* host peak net = largest host resident over the steady steps, which come later, minus the baseline: what grows then
-  and is in no ledger entry counts against the explained share.
-* start-up and training peak = largest host resident sample, with the device's allocated blocks, before the first step,
+  without the device's share, if that is larger.
+* host peak net = host peak minus the baseline. The peak is from the steady steps, which come later, so growth that is
+  in no ledger entry reduces the explained share.
+* start-up and training peak = largest host resident sample, plus the device's allocated blocks, before the first step,
   and from there on (warm-up included).
 * ledger peak = largest sum of host entries alive at one instant in the same window, from allocation events alone.
 """
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-Sample = tuple[Any, ...]  # seconds, then bytes by kind
+Sample = tuple[Any, ...]  # time in seconds, then bytes by kind
 TORCH_OWNERS_OF_DEVICE = {"reduce_bucket", "persistent_parameters"}
 
 
 def thin(samples: list[Sample], window_s: float) -> list[Sample]:
-    """The largest sample (by resident size) of each window."""
+    """Return the largest sample (by resident size) of each window of `window_s` seconds."""
     out: list[Sample] = []
     for row in samples:
         if out and row[0] - out[-1][0] < window_s and int(row[0] / window_s) == int(out[-1][0] / window_s):
@@ -35,7 +35,7 @@ def thin(samples: list[Sample], window_s: float) -> list[Sample]:
 
 
 def account(results: list[dict[str, Any]], samples: list[Sample]) -> dict[str, Any]:
-    """``memory`` and ``ledger`` of a record. Several ranks: sums over ranks (samples are already summed)."""
+    """Return ``memory`` and ``ledger`` of a record, summed over ranks (samples are already summed)."""
     ledgers = [_rank_ledger(r) for r in results]
     begin = max(_first_steady(r) for r in results)
     end = max(r["phases"][-1]["end_s"] for r in results)
@@ -46,7 +46,7 @@ def account(results: list[dict[str, Any]], samples: list[Sample]) -> dict[str, A
 
 
 def points(results: list[dict[str, Any]], samples: list[Sample]) -> list[dict[str, Any]]:
-    """The points of a sweep, each with the memory of its own steady steps and the bytes of its checkpoint store."""
+    """Return the points of a sweep, each with the memory of its own steady steps and its checkpoint store's bytes."""
     ledgers = [_rank_ledger(r) for r in results]
     entries = [e for ledger in ledgers for e in ledger]
     out = []
@@ -68,7 +68,7 @@ def _phase(result: dict[str, Any], name: str) -> dict[str, Any]:
 def _memory(
     results: list[dict[str, Any]], samples: list[Sample], ledgers: list[list[dict[str, Any]]], begin: float, end: float
 ) -> tuple[dict[str, int | float], float]:
-    """The ``memory`` section of the steps from ``begin`` to ``end``, and when the ledger peaks in them."""
+    """Return the ``memory`` section of the steps from ``begin`` to ``end``, and the time of the ledger's peak."""
     entries = [e for ledger in ledgers for e in ledger]
     trains = min(map(_training_begin, results))
     steady = [s for s in samples if begin <= s[0] <= end]
@@ -79,7 +79,7 @@ def _memory(
     device = _device_over_time(results)
 
     def raw_peak(during: list[Sample]) -> int:
-        """Host and device together; the device's share is what was allocated, not what waited for its next use."""
+        """Largest host plus device bytes; the device counts allocated blocks, without freed ones kept for reuse."""
         return max((s[2] + s[3] + device(s[0]) for s in during), default=0)
 
     baseline = idle_host - live_when_idle
@@ -119,7 +119,7 @@ def _memory(
 
 
 def _device_peak(result: dict[str, Any], begin: float, end: float) -> int:
-    """Most bytes of the device's role alive at once, from allocation events: no sample can miss it."""
+    """Return the peak of device-role bytes alive at once, from allocation events, which no sampling gap hides."""
     return _peak(_of_device(result), begin, end, "bytes")[0]
 
 
@@ -128,7 +128,7 @@ def _of_device(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _device_over_time(results: list[dict[str, Any]]) -> Callable[[float], int]:
-    """Bytes of the device's role alive at a time, from the allocation events of all ranks."""
+    """Return a function from time to device-role bytes alive, from the allocation events of all ranks."""
     changes = []
     for block in (block for result in results for block in _of_device(result)):
         changes.append((block["born_s"], block["bytes"]))
@@ -141,7 +141,7 @@ def _device_over_time(results: list[dict[str, Any]]) -> Callable[[float], int]:
 
 
 def _host(status: dict[str, int]) -> int:
-    """Resident bytes that do not play the device's role."""
+    """Return the resident bytes that do not have the device role."""
     return status["RssAnon"] + status["RssFile"]
 
 
@@ -151,16 +151,16 @@ def _training_begin(result: dict[str, Any]) -> float:
 
 
 def _first_steady(result: dict[str, Any]) -> float:
-    """Begin of the first step after the warm-up; of the only step when there is one."""
+    """Return the begin of the first step after the warm-up, or of the first step if there is none after it."""
     begins: dict[str, float] = {p["name"]: p["begin_s"] for p in result["phases"]}
     return begins.get(f"step{result['warm_up_steps'] + 1}-forward", begins["step1-forward"])
 
 
 def _host_high_water_mark(result: dict[str, Any], begin: float, end: float) -> int:
-    """Largest kernel high-water mark of a steady host phase, minus the most that the device role held in that phase.
+    """Return the largest kernel high-water mark of a steady host phase minus the phase's peak of device-role bytes.
 
-    A lower bound of the host's peak that no sample can miss, however busy the machine: a spike may be shorter than the
-    time between two samples.
+    That is a lower bound of the host peak that sampling cannot miss, however busy the machine: a spike may be shorter
+    than the sampling interval.
     """
     pages = [b | {"bytes": -(-b["bytes"] // 4096) * 4096} for b in _of_device(result)]
     best = 0
@@ -173,7 +173,7 @@ def _host_high_water_mark(result: dict[str, Any], begin: float, end: float) -> i
 
 
 def _rank_ledger(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Entries of one rank: those that our allocators wrote, and torch's own blocks from the allocation events."""
+    """Return one rank's entries: those of our allocators, and torch's own blocks from the allocation events."""
     entries = [dict(e) for e in result["ledger"]]
     known = {e["address"] for e in entries if e["allocator"].startswith("torch")}
     named: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _rank_ledger(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(events: list[list[Any]]) -> list[dict[str, Any]]:
-    """Pair (kind, id, address, bytes, role, t_ns) events into blocks with birth and death."""
+    """Pair (kind, id, address, bytes, role, t_ns) events into blocks with times of birth and death."""
     alive: dict[int, dict[str, Any]] = {}
     out = []
     for kind, block_id, address, nbytes, role, t_ns in events:
@@ -205,7 +205,7 @@ def _blocks(events: list[list[Any]]) -> list[dict[str, Any]]:
 
 
 def _closed_by_block(entries: list[dict[str, Any]], events: list[list[Any]]) -> list[dict[str, Any]]:
-    """A pageable torch tensor that a hook noted dies with its block."""
+    """Set the death of pageable torch entries, which a hook recorded, to that of their blocks."""
     deaths = {b["address"]: b["died_s"] for b in _blocks(events) if b["died_s"] is not None}
     for e in (e for e in entries if e["allocator"].startswith("torch") and e["died_s"] is None):
         if deaths.get(e["address"], 0.0) > e["born_s"]:
@@ -235,7 +235,7 @@ def _live(entries: list[dict[str, Any]], t: float) -> int:
 
 
 def _peak(entries: list[dict[str, Any]], begin: float, end: float, size: str = "reserved_bytes") -> tuple[int, float]:
-    """Largest sum of entries alive in the window, and when."""
+    """Return the largest sum of entries alive in the window, and its time."""
     changes = []
     for e in entries:
         if e["born_s"] > end or (e["died_s"] is not None and e["died_s"] < begin):
@@ -253,7 +253,7 @@ def _peak(entries: list[dict[str, Any]], begin: float, end: float, size: str = "
 
 
 def _spike(ledgers: list[list[dict[str, Any]]], results: list[dict[str, Any]]) -> int:
-    """Largest sum of the overflow check's temporaries alive at once, summed over ranks."""
+    """Return the peak of the overflow check's temporaries alive at once, summed over ranks."""
     total = 0
     for ledger, result in zip(ledgers, results, strict=True):
         temporaries = [e for e in ledger if (e["owner"], e["role"]) == ("overflow_check", "host")]

@@ -1,8 +1,8 @@
-"""A hard budget for host memory: what our buffers may take, refused by name before the memory is taken.
+"""A hard limit on host memory: requests of our buffers beyond it are refused, by name, before memory is allocated.
 
-The key `host_memory` ("24GiB") is for the machine; each of its ranks has an equal share. A budget counts the bytes that
-allocators reserve for the host (`Ledger.in_use`), since those are what becomes resident. The interpreter, libraries and
-what the training script allocates by itself are not in the ledger: the planner adds them, a run cannot refuse them.
+The key `host_memory` ("24GiB") applies to the machine; each of its ranks has an equal share. A budget counts the bytes
+that allocators reserve for the host (`Ledger.in_use`), since those become resident. The interpreter, the libraries and
+what the training script allocates itself are not in the ledger: the planner adds them, but a run cannot refuse them.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 KEY = "host_memory"
 _GIB = 2**30
 _UNITS = {"": 1, "b": 1}
-_LEAST_PLAIN_NUMBER = 1024  # below it a number without a unit was meant in GiB
+_LEAST_PLAIN_NUMBER = 1024  # smaller numbers without a unit were probably meant in GiB
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-# How many processes share this machine, as said by torchrun, DeepSpeed's launcher or Open MPI; else all are here.
+# Number of processes on this machine as set by torchrun, DeepSpeed's launcher or Open MPI; else all ranks are local.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "WORLD_SIZE")
 
 
 class HostBudgetExceeded(MemoryError):
-    """An allocation of ours would go beyond the budget; nothing was taken.
+    """An allocation of ours would exceed the budget; nothing was allocated.
 
-    `name` and `owner` of the buffer, `requested_bytes` (what would be reserved), `left_bytes` (what would still fit),
-    `in_use`: bytes by owner at that moment.
+    `name` and `owner` identify the buffer; `requested_bytes` would be reserved, `left_bytes` would still fit; `in_use`
+    has the bytes by owner at that moment.
     """
 
     def __init__(self, budget: HostBudget, name: str, owner: str, requested_bytes: int, in_use: Mapping[str, int]):
@@ -48,7 +48,7 @@ class HostBudgetExceeded(MemoryError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostBudget:
-    """What one process may take: `limit_bytes`, its share where `ranks` processes divide a machine's budget."""
+    """The limit of one process: `limit_bytes`, its share of a machine's budget divided among `ranks` processes."""
 
     limit_bytes: int
     ranks: int = 1
@@ -59,26 +59,26 @@ class HostBudget:
 
     @classmethod
     def of_machine(cls, amount: str | int, ranks: int | None = None) -> HostBudget:
-        """A rank's share of a machine's `amount` (see `parse_bytes`); `ranks` default to those of the environment."""
+        """Return a rank's share of a machine's `amount` (see `parse_bytes`); `ranks` default to the environment's."""
         ranks = local_ranks() if ranks is None else ranks
         return cls(limit_bytes=parse_bytes(amount) // ranks, ranks=ranks)
 
     @property
     def share(self) -> str:
-        """Which part of the machine's budget this is, for messages; empty where it is the whole."""
+        """A note for messages about which part of the machine's budget this is; empty for the whole."""
         return f" (this rank's share of {_text(self.limit_bytes * self.ranks)})" if self.ranks > 1 else ""
 
     def check(self, name: str, owner: str, requested_bytes: int, in_use: Mapping[str, int]) -> None:
-        """HostBudgetExceeded if `requested_bytes` more than what is `in_use` (bytes by owner) go beyond the limit."""
+        """Raise HostBudgetExceeded if `requested_bytes` plus what is `in_use` (bytes by owner) exceed the limit."""
         if sum(in_use.values()) + requested_bytes > self.limit_bytes:
             raise HostBudgetExceeded(self, name, owner, requested_bytes, in_use)
 
 
 def parse_bytes(amount: str | int, what: str = KEY) -> int:
-    """Bytes of 24GiB, 24 GB, 512MiB or a whole number of bytes; `what` names the key in errors.
+    """Return the bytes of an amount such as 24GiB, 24 GB, 512MiB or a number of bytes; `what` names the key in errors.
 
-    GiB are 2**30 bytes, GB 10**9. Raises ValueError, in one line, for anything else: also for 24G, which some programs
-    read as the one and some as the other.
+    A GiB is 2**30 bytes, a GB 10**9. Raises ValueError, in one line, for anything else, including 24G, which programs
+    interpret differently.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
         size, unit = float(amount), ""
@@ -93,7 +93,7 @@ def parse_bytes(amount: str | int, what: str = KEY) -> int:
 
 
 def local_ranks(environment: Mapping[str, str] | None = None) -> int:
-    """Processes that share this machine, by what their launcher set; 1 where nothing says so."""
+    """Return the number of processes that share this machine, as set by their launcher; 1 if unknown."""
     variables = os.environ if environment is None else environment
     said = (variables.get(name, "") for name in _LOCAL_RANKS)
     return next((int(text) for text in said if text.isdecimal() and int(text) > 0), 1)

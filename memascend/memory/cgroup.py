@@ -1,7 +1,8 @@
-"""Host memory that this process may use: RAM, and what its control groups leave of it. No torch, no root, no write.
+"""Host memory available to this process: RAM, and the limits of its control groups. No torch, no root, read-only.
 
-Slurm, systemd and containers put a process into a memory control group; beyond the limit of that group or of one above
-it the kernel kills, where an allocation should have been refused. All readers take a root folder, for tests.
+Slurm, systemd and containers put a process into a memory control group. Beyond the limit of that group or of an
+ancestor, the kernel kills processes where an allocation should have been refused. All functions take a root folder,
+for tests.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest number of pages
+_NO_LIMIT = 1 << 60  # version 1 writes "no limit" as the largest number of pages
 _ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryGroup:
-    """A control group with a memory limit. `file` sets the limit; `available_bytes` are what it leaves now.
+    """A control group with a memory limit. `file` sets the limit; `available_bytes` is what remains of it now.
 
-    The page cache that is charged to the group counts as available: the kernel drops it before it kills.
+    Page cache charged to the group counts as available: the kernel drops it before it kills.
     """
 
     version: int
@@ -30,9 +31,9 @@ class MemoryGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """`limit_bytes`: RAM, or the tightest group's limit. `available_bytes`: what may still be taken now.
+    """`limit_bytes` is the RAM, or the tightest group's limit; `available_bytes` may still be allocated now.
 
-    `limited_by`, `scarce_in`: the group that sets the one or the other; None where it is the machine itself.
+    `limited_by` and `scarce_in` are the groups that determine them; None if it is the machine itself.
     """
 
     limit_bytes: int
@@ -42,7 +43,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
-    """What this process may use, and what is left of that now. Raises ValueError where /proc/meminfo tells nothing."""
+    """Return this process's memory limit and what is left of it. Raises ValueError if /proc/meminfo is unreadable."""
     total, available = ram_bytes(root)
     groups = memory_groups(root)
     tightest = min(groups, key=lambda group: group.limit_bytes, default=None)
@@ -58,7 +59,7 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
 
 
 def ram_bytes(root: Path = _ROOT) -> tuple[int, int]:
-    """(MemTotal, MemAvailable). ValueError where /proc/meminfo has neither: then this is no Linux that we know."""
+    """Return (MemTotal, MemAvailable) in bytes. Raises ValueError if /proc/meminfo has no MemTotal (no Linux)."""
     text = _read(root / "proc/meminfo")
     total = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
     free = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
@@ -68,9 +69,9 @@ def ram_bytes(root: Path = _ROOT) -> tuple[int, int]:
 
 
 def memory_groups(root: Path = _ROOT) -> list[MemoryGroup]:
-    """Groups with a limit, from this process's own one up to the top, of version 2 and 1; empty where none is set."""
+    """Return the groups with a limit, from this process's own up to the root, of versions 2 and 1; may be empty."""
     mounts = _mounts(root)
-    own = _read(root / "proc/self/cgroup") or "0::/\n1:memory:/\n"  # nothing said: look at the top of both
+    own = _read(root / "proc/self/cgroup") or "0::/\n1:memory:/\n"  # if unreadable, look at the roots of both versions
     found = []
     for line in own.splitlines():
         number, _, rest = line.partition(":")
@@ -100,7 +101,7 @@ _RECLAIMABLE = {
 
 
 def _mounts(root: Path) -> dict[int, tuple[str, Path]]:
-    """By version: the group that is mounted, as /proc/self/cgroup names it, and where."""
+    """Return by version: the mounted group, as /proc/self/cgroup names it, and its mount point."""
     found = {version: ("/", root / place.lstrip("/")) for version, place in _STANDARD_MOUNTS.items()}
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -114,7 +115,7 @@ def _mounts(root: Path) -> dict[int, tuple[str, Path]]:
 
 
 def _relative(path: str, top: str) -> Path:
-    """The group's folder below the mounted one; the mounted one itself where the group lies outside of it."""
+    """Return the group's path below the mounted group, or the mounted group itself if the group is outside of it."""
     inside = Path(path)
     if not inside.is_relative_to(top) or ".." in inside.parts:
         return Path()

@@ -1,8 +1,8 @@
-"""What kind of tensor a host buffer holds, how much latency that kind tolerates, and a placement for each kind.
+"""Classes of tensors in host buffers, the latency tolerance of each class, and a NUMA placement by class.
 
-The levels are those of CXL-aware allocation, section IV-B1: 1, what the CPU computes on; 2, what the GPU fetches before
-it can go on; 3, what the GPU stores and fetches again; 4, what it only stores. Every allocation names its owner, so a
-placement by class is one policy of an allocator, and code that allocates knows nothing of nodes.
+The levels are those of CXL-aware allocation, section IV-B1: 1, data that the CPU computes on; 2, data that the GPU must
+fetch before it can continue; 3, data that the GPU stores and fetches again; 4, data that it only stores. Every
+allocation names its owner, so placement by class is a policy of the allocator, and allocating code knows no nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WEIGHTS, ACTIVATIONS, ARRIVING = "weights", "activations", "arriving_gradients"
 
 FLAT_BUFFER = "gradient_flat_buffer"
 
-# By level, and within one by bytes that a step moves for each that is stored: masters and moments are read and written.
+# Ordered by level, then by bytes moved per step and byte stored: masters and moments are both read and written.
 LEVELS: Mapping[str, int] = {
     MASTERS: 1,
     MOMENTUM: 1,
@@ -31,24 +31,27 @@ CLASSES = tuple(LEVELS)
 
 # Owners of ledger entries whose name is not their class.
 _OF_OWNER = {
-    FLAT_BUFFER: ARRIVING,  # stored by the GPU; converted, or written to the SSD, after backward
+    FLAT_BUFFER: ARRIVING,  # stored by the GPU; converted or written to the SSD after backward
     "adam_states": MOMENTUM,
-    "in_memory_optimizer": MASTERS,  # of a plan: masters and moments of sub-groups too small to swap
-    "optimizer_buffers": MASTERS,  # master, moments and gradient of a sub-group, on their way from the SSD
+    "in_memory_optimizer": MASTERS,  # in a plan: masters and moments of sub-groups too small to swap
+    "optimizer_buffers": MASTERS,  # master, moments and gradient of a sub-group, read from the SSD
     "parameter_pool": WEIGHTS,
     "parameter_flat_buffer": WEIGHTS,
     "small_parameters": WEIGHTS,
     "swap_out_buffer": WEIGHTS,
     "streamed_gradients": GRADIENTS,
-    "streamed_states": MASTERS,  # of a block on its way from the SSD and back: masters, moments and gradients
+    "streamed_states": MASTERS,  # masters, moments and gradients of a block in transit to or from the SSD
     "streamed_weights": WEIGHTS,
     "activation_checkpoints": ACTIVATIONS,
 }
 
 
 def class_of(owner: str, *, host_gradients: bool = False) -> str | None:
-    """The class of what an owner of ledger entries holds; None for what is no tensor of the training. With
-    `host_gradients` the optimizer reads gradients from the flat buffer itself, so the CPU computes on it (level 1)."""
+    """Return the class of an owner of ledger entries, or None if it is not a tensor of the training.
+
+    With `host_gradients` the optimizer reads gradients directly from the flat buffer, so the CPU computes on it
+    (level 1).
+    """
     if host_gradients and owner == FLAT_BUFFER:
         return GRADIENTS
     return owner if owner in LEVELS else _OF_OWNER.get(owner)
@@ -56,8 +59,8 @@ def class_of(owner: str, *, host_gradients: bool = False) -> str | None:
 
 @dataclass(frozen=True)
 class ByClass:
-    """A placement for each class of tensors; classes that are not named, and other buffers, lie where the kernel puts
-    them, or under `otherwise`."""
+    """A placement for each class of tensors. Classes without one, and other buffers, get `otherwise`, or are left to
+    the kernel."""
 
     placements: Mapping[str, Placement]
     otherwise: Placement | None = None
@@ -69,7 +72,7 @@ class ByClass:
             raise ValueError(f"placement: unknown class {unknown[0]!r}: use {', '.join(CLASSES)}")
 
     def of(self, owner: str) -> Placement | None:
-        """Where a buffer of this owner goes."""
+        """Return the placement of this owner's buffers, or None for the kernel's policy."""
         found = class_of(owner, host_gradients=self.host_gradients)
         return self.otherwise if found is None else self.placements.get(found, self.otherwise)
 

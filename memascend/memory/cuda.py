@@ -1,6 +1,6 @@
-"""The one seam to CUDA: makes page-locked host memory known to the driver, and undoes it.
+"""The only interface to CUDA: registers page-locked host memory with the driver, and unregisters it.
 
-`torch.cuda.cudart()` is the whole interface: no CUDA toolkit is needed to build, and nothing here runs at import.
+It only uses `torch.cuda.cudart()`: no CUDA toolkit is needed to build, and nothing here runs at import.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 _CUDA_SUCCESS = 0
 _REGISTER_DEFAULT_FLAGS = 0
 
-# The driver context belongs to the process that made it: a forked child must not undo its parent's registrations.
+# The driver context belongs to the process that created it: a forked child must not undo its parent's registrations.
 _registered: dict[int, tuple[int, int]] = {}  # address -> (bytes, process id)
 
 
@@ -22,12 +22,12 @@ def _cudart() -> Any:
 
 
 def available() -> bool:
-    """True if host memory can be registered: a CUDA build of torch and a working device."""
+    """Return whether host memory can be registered, which needs a CUDA build of torch and a working device."""
     return torch.cuda.is_available()
 
 
 def register(address: int, length_bytes: int) -> None:
-    """Register [address, address + length_bytes) for direct transfers. Both must be multiples of the page.
+    """Register [address, address + length_bytes) for direct transfers. Both must be multiples of the page size.
 
     Raises ValueError if the range is registered already, RuntimeError if the driver refuses.
     """
@@ -43,7 +43,7 @@ def register(address: int, length_bytes: int) -> None:
 
 
 def unregister(address: int) -> None:
-    """Undo `register`. In a forked child it does nothing: the registration is the parent's.
+    """Undo `register`. Does nothing in a forked child: the registration is the parent's.
 
     Raises ValueError for an address that is not registered, RuntimeError if the driver refuses.
     """

@@ -1,5 +1,7 @@
-"""The C library's heap in processes that train: settings for the environment that they start with, and what gives freed
-memory back to the kernel. No torch here."""
+"""Settings of the C library's heap for training processes, and a trimmer that returns freed memory to the kernel.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ from memascend.memory import resident
 
 __all__ = ["MALLOC", "HeapTrimmer", "trim_heap"]
 
-# Without these glibc keeps freed blocks of over a gigabyte resident (measured on a 256M-parameter model). With much
-# less than 4 MiB every activation on a CPU is a mapping of its own, whose pages are faulted in again: steps of a twin
-# took 1.2 to 1.6 times as long with 64 KiB, for 2 to 12 % less resident memory.
+# Without these, glibc keeps over a gigabyte of freed blocks resident (measured on a 256M-parameter model). With a
+# threshold far below 4 MiB, every activation on a CPU is its own mapping, whose pages are faulted in again each time:
+# with 64 KiB, a twin's steps took 1.2 to 1.6 times as long, for 2 to 12 % less resident memory.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4194304", "MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_ARENA_MAX": "2"}
 
-_GROWTH_BYTES = 64 << 20  # as the threshold above
+_GROWTH_BYTES = 64 << 20  # the same as the trim threshold above
 
 
 class HeapTrimmer:
-    """Gives freed memory back where a process has grown between steps. Not thread-safe.
+    """Returns freed memory to the kernel when a process has grown between steps. Not thread-safe.
 
-    glibc puts the ends that it cuts off an aligned block (torch's tensors begin on 64 bytes) into its cache of small
-    ones. Whatever gets them there stands in the way when the tensor is freed and one of its size is asked for next, so
-    the heap of a loop with a graph grows from step to step: by 10 MB per step of a model whose tensors take 140 MB
-    (glibc 2.36: 1.1 GB were resident after 80 steps, 0.43 GB with this). Does nothing where the C library is another.
+    glibc caches the remainders that it cuts off aligned blocks (torch aligns tensors to 64 bytes) for small requests.
+    An allocation that lands there prevents the freed tensor's space from being reused for one of the same size. So
+    the heap of a training loop with a graph grows from step to step: by 10 MB per step with 140 MB of tensors
+    (glibc 2.36: 1.1 GB were resident after 80 steps, 0.43 GB with this). Does nothing with another C library.
     """
 
     def __init__(
@@ -34,11 +36,13 @@ class HeapTrimmer:
     ) -> None:
         self._trim = trim or _malloc_trim()
         self._resident_bytes = resident_bytes or functools.partial(resident.resident_bytes, "VmRSS")
-        self._least: float = -math.inf  # the first step follows upon the making and the moving of a model
+        self._least: float = -math.inf  # so that the first step trims: it follows the creation and move of a model
 
     def after_step(self) -> bool:
-        """Give freed memory back after the first step, and where the process has grown by 64 MiB since it was smallest.
-        Whether that was done."""
+        """Trim after the first step, and whenever the process has grown by 64 MiB above its minimum.
+
+        Returns whether it trimmed.
+        """
         if self._trim is None:
             return False
         now = self._resident_bytes()
@@ -51,7 +55,7 @@ class HeapTrimmer:
 
 
 def trim_heap() -> None:
-    """Give the heap's freed memory back to the kernel. Does nothing where the C library is not glibc."""
+    """Return the heap's freed memory to the kernel. Does nothing if the C library is not glibc."""
     if (trim := _malloc_trim()) is not None:
         trim()
 

@@ -1,13 +1,14 @@
-"""Which node each class of tensors goes to, latency first: CXL-aware allocation, section IV-B. No system call.
+"""Assignment of tensor classes to NUMA nodes by latency: CXL-aware allocation, section IV-B. No system calls.
 
     plan = latency_first([Item(MASTERS, 46 * GIB), ...], [Room(0, 128 * GIB, near=True), Room(1, 512 * GIB)])
     plan["master_weights"].bytes_by_node  # {0: 49392123904}
 
-Items are placed from the lowest tolerance of latency to the highest, in near memory as long as it has room. Where the
-algorithm as printed and this one part: an item that near memory holds only in part is divided by the bandwidths of the
-nodes, within what each has left (printed: evenly, whatever is left, and near memory counts as full afterwards); what no
-near memory is left for is divided over the far nodes by bandwidth and room (printed: evenly, without a look at their
-capacity); and what fits nowhere is refused. The algorithm as printed is `baselines/cxl/published_algorithm.py`.
+Items are placed from the lowest latency tolerance to the highest, in near memory as long as it has space. This differs
+from the printed algorithm in three points. An item that only partly fits in near memory is divided by the nodes'
+bandwidths, within what each has left (printed: evenly, regardless of what is left, and near memory then counts as
+full). Once near memory is full, items are divided over the far nodes by bandwidth and space (printed: evenly,
+regardless of their capacity). And items that fit nowhere are refused. The printed algorithm is in
+`baselines/cxl/published_algorithm.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEAR, SPLIT, FAR = "near", "split", "far"  # the algorithm's pure_local, local_c
 
 @dataclass(frozen=True)
 class Item:
-    """A class of tensors, and the bytes of it."""
+    """A class of tensors, and its bytes."""
 
     name: str
     nbytes: int
@@ -36,8 +37,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Room:
-    """What a node has for tensors. `near`: memory of the processors that compute. `bandwidth`: in any unit, the same
-    for all nodes of a plan; None if unspecified, and then nodes count alike."""
+    """The memory of a node that is available for tensors.
+
+    `near`: memory of the processors that compute. `bandwidth`: in any unit that all nodes of a plan share; None if
+    unknown, and then all nodes count equally.
+    """
 
     node: int
     nbytes: int
@@ -47,23 +51,23 @@ class Room:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where an item goes. `kind`: near, split over near and far memory, or far."""
+    """The placement of an item. `kind`: near, split over near and far memory, or far."""
 
     item: Item
     kind: str
     bytes_by_node: Mapping[int, int]
 
     def placement(self) -> Placement:
-        """As a policy; shares of a page or more are kept to the page."""
+        """Return the allocation as a policy; shares of a page or more are exact to the page."""
         if len(self.bytes_by_node) == 1:
             return on_node(next(iter(self.bytes_by_node)))
         return weighted(self.bytes_by_node)
 
 
 def latency_first(items: Iterable[Item], rooms: Sequence[Room]) -> dict[str, Allocation]:
-    """Allocations by name, in the order in which they were made. Items of a name are one.
+    """Return allocations by name, in the order in which they were made. Items of the same name are merged.
 
-    Raises ValueError for names that are no class, MemoryError where all nodes together do not hold the items.
+    Raises ValueError for unknown class names, MemoryError if all nodes together cannot hold the items.
     """
     sizes: dict[str, int] = {}
     for item in items:
@@ -90,7 +94,7 @@ def latency_first(items: Iterable[Item], rooms: Sequence[Room]) -> dict[str, All
 
 
 def _candidates(item: Item, near: list[Room], rooms: Sequence[Room], left: dict[int, int]) -> tuple[list[Room], str]:
-    """The nodes that an item is divided over, which have room for it together."""
+    """Return the nodes to divide an item over, which together have enough memory for it, and the kind of allocation."""
     near_left = sum(left[room.node] for room in near)
     if near_left >= item.nbytes:
         return near, NEAR
@@ -101,7 +105,7 @@ def _candidates(item: Item, near: list[Room], rooms: Sequence[Room], left: dict[
 
 
 def divide(nbytes: int, rooms: Sequence[Room], left: Mapping[int, int]) -> dict[int, int]:
-    """Bytes by node, without zeros: by bandwidth, and what exceeds a node's room goes to the others by theirs."""
+    """Divide bytes over nodes by bandwidth; what exceeds a node's space goes to the others by theirs. Omits zeros."""
     rates = {room.node: float(room.bandwidth or 1) for room in rooms if left[room.node] > 0}
     if any(room.bandwidth is None for room in rooms):
         rates = dict.fromkeys(rates, 1.0)
@@ -114,7 +118,7 @@ def divide(nbytes: int, rooms: Sequence[Room], left: Mapping[int, int]) -> dict[
         if not full:
             whole = {node: int(share) for node, share in ideal.items()}
             first = max(whole, key=lambda node: left[node] - whole[node])
-            whole[first] += remaining - sum(whole.values())  # bytes that rounding has left
+            whole[first] += remaining - sum(whole.values())  # the remainder of rounding
             shares |= whole
             break
         for node in full:
@@ -125,9 +129,9 @@ def divide(nbytes: int, rooms: Sequence[Room], left: Mapping[int, int]) -> dict[
 
 
 def rooms_of(topology: Topology, limits: Mapping[int, int] | None = None) -> list[Room]:
-    """What the nodes of a machine have: what is available there, or less where `limits` says so, in bytes by node.
+    """Return the memory of a machine's nodes: what is available, or less if `limits` says so, in bytes by node.
 
-    Near are the nodes with processors; bandwidths are the firmware's (HMAT), where it gives them for all.
+    Nodes with processors are near; bandwidths are the firmware's (HMAT), and used if it states them for all nodes.
     """
     limits = limits or {}
     for number in limits:

@@ -1,7 +1,7 @@
-"""The account of every host buffer: who holds it, how much was asked for, reserved and really touched, and when.
+"""A ledger of all host buffers: owner, requested, reserved and touched bytes, and lifetime of each.
 
-In a run, entries come from allocation events and close when the memory is given back. A plan writes the same entries
-from allocators that only count. Times are seconds of the monotonic clock, the one of `time.monotonic()`.
+In a run, entries come from allocation events and close when the memory is freed. A plan writes the same entries from
+allocators that only count. Times are in seconds of the monotonic clock, as returned by `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PAGEMAP_PRESENT = 1 << 63
 class LedgerEntry:
     """One buffer. `reserved_bytes` >= `requested_bytes`; `touched_bytes` is what became resident.
 
-    `address` is None and `locked` False for a buffer that was only counted; `died_s` is None while it lives. `nodes`
-    are the NUMA nodes that hold its pages, or in a plan should; None where none were requested.
+    `address` is None and `locked` is False for a buffer that was only counted; `died_s` is None while it is alive.
+    `nodes` are the NUMA nodes of its pages (in a plan: the intended ones); None if none were requested.
     """
 
     name: str
@@ -53,7 +53,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Peak:
-    """The instant at which the buffers of one role took most: `bytes_` of the measure asked for."""
+    """The instant at which the buffers of one role were largest: `bytes_` of the chosen measure."""
 
     instant_s: float
     bytes_: int
@@ -62,7 +62,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class AddressCheck:
-    """What the kernel says about one entry: whole range mapped, all of it locked, bytes resident now."""
+    """The kernel's view of an entry: whether all of it is mapped, whether all is locked, and its bytes resident now."""
 
     entry: LedgerEntry
     mapped: bool
@@ -71,39 +71,39 @@ class AddressCheck:
 
     @property
     def agrees(self) -> bool:
-        """The range exists, is locked if the entry says so, and at least the touched bytes are resident."""
+        """Whether the range is mapped, is locked if the entry says so, and has at least the touched bytes resident."""
         return (
             self.mapped and self.resident_bytes >= self.entry.touched_bytes and (self.locked or not self.entry.locked)
         )
 
 
-_MOST_DEAD = 10_000  # closed entries beyond those of the peaks
+_MOST_DEAD = 10_000  # limit of closed entries, besides those of the peaks
 
 
 class Ledger:
     """Thread-safe list of entries.
 
-    A source of events (`attach`) is asked to report before every question, so that answers include frees that happened
-    on other threads or in C++ since the last one. Of what is gone it forgets, now and then, what was in no peak. With
-    a `budget`, an entry of the host's beyond it is refused.
+    Event sources (`attach`) are asked to report before every query, so that answers include frees that happened in
+    other threads or in C++ in the meantime. Closed entries that are part of no peak are dropped now and then. With a
+    `budget`, host entries beyond it are refused.
     """
 
     def __init__(self, budget: HostBudget | None = None) -> None:
         self.budget = budget
-        self._in_use: dict[str, int] = {}  # reserved bytes of live entries of the host's, by owner
+        self._in_use: dict[str, int] = {}  # reserved bytes of live host entries, by owner
         self._lock = threading.Lock()
         self._entries: dict[int, LedgerEntry] = {}
         self._next_id = 1
-        self._dead, self._most_dead = 0, _MOST_DEAD  # closed entries
+        self._dead, self._most_dead = 0, _MOST_DEAD  # number of closed entries
         self._sources: list[Callable[[], None]] = []
 
     def attach(self, source: Callable[[], None]) -> None:
-        """Have `source()` called before each question; it calls `close` for what has gone. Attaching twice is once."""
+        """Call `source()` before each query, so that it can `close` freed entries. Attaching twice has no effect."""
         with self._lock:
             if source not in self._sources:
                 self._sources.append(source)
 
-    # More than eight parameters: the fields of an entry, of which a caller names those that it knows.
+    # More than eight parameters: they are the fields of an entry, of which a caller passes those that it knows.
     def record(
         self,
         name: str,
@@ -120,12 +120,12 @@ class Ledger:
         died_s: float | None = None,
         nodes: tuple[int, ...] | None = None,
     ) -> int:
-        """Book a buffer and return the number to close it by.
+        """Book a buffer and return its number for `close`.
 
         `reserved_bytes` defaults to the request, `touched_bytes` to what is reserved, `born_s` to now.
-        An allocator books first, takes the memory, and completes the entry (`amend`) or takes it back (`withdraw`).
-        Raises ValueError for an unknown role or bytes that cannot be (negative, reserved under requested), and
-        HostBudgetExceeded, with nothing booked, for a buffer of the host's that the budget has no room for.
+        An allocator books first, then allocates, and then completes the entry (`amend`) or removes it (`withdraw`).
+        Raises ValueError for an unknown role or inconsistent sizes (negative, or less reserved than requested), and
+        HostBudgetExceeded, with nothing booked, for a host buffer that exceeds the budget.
         """
         reserved = requested_bytes if reserved_bytes is None else reserved_bytes
         touched = reserved if touched_bytes is None else touched_bytes
@@ -143,7 +143,7 @@ class Ledger:
             name, owner, role, allocator, requested_bytes, reserved, touched, address, locked, born, died_s, nodes
         )
         if self.budget is not None and entry.role == HOST:
-            self._sync()  # what has been freed meanwhile is room
+            self._sync()  # what has been freed meanwhile is available again
         with self._lock:
             self._count(entry, 1)
             entry_id = self._next_id
@@ -152,18 +152,18 @@ class Ledger:
         return entry_id
 
     def amend(self, entry_id: int, **changes: Any) -> None:
-        """Fill in what is known once the memory is there: address, locked, born_s, nodes. ValueError if closed."""
+        """Set fields known after the allocation: address, locked, born_s, nodes. Raises ValueError if closed."""
         with self._lock:
             self._entries[entry_id] = dataclasses.replace(self._open(entry_id), **changes)
 
     def withdraw(self, entry_id: int) -> None:
-        """Remove an entry whose memory could not be had. Raises ValueError if it is closed."""
+        """Remove an entry whose allocation failed. Raises ValueError if it is closed."""
         with self._lock:
             self._count(self._open(entry_id), -1)
             del self._entries[entry_id]
 
     def close(self, entry_id: int, died_s: float | None = None) -> None:
-        """Note that the buffer is gone. Raises ValueError for an unknown or closed entry."""
+        """Record that the buffer was freed. Raises ValueError for an unknown or closed entry."""
         died = time.monotonic_ns() / 1e9 if died_s is None else died_s
         with self._lock:
             entry = self._open(entry_id)
@@ -174,7 +174,7 @@ class Ledger:
                 self._forget()
 
     def _forget(self) -> None:
-        """Of the dead, all that no peak is made of; every peak stays what it was. The caller holds the lock."""
+        """Drop closed entries that are part of no peak, so every peak stays the same. The caller holds the lock."""
         every = list(self._entries.values())
         instants = {
             (role, _peak([e for e in every if e.role == role], measure)[0])
@@ -190,13 +190,13 @@ class Ledger:
         self._most_dead = self._dead + _MOST_DEAD
 
     def in_use(self) -> dict[str, int]:
-        """Reserved bytes of what the host holds now, by owner: what a budget is set against."""
+        """Return the reserved bytes of live host entries by owner, which a budget limits."""
         self._sync()
         with self._lock:
             return {owner: size for owner, size in self._in_use.items() if size}
 
     def _open(self, entry_id: int) -> LedgerEntry:
-        """The entry, which must be alive. The caller holds the lock."""
+        """Return the entry, which must be alive. The caller holds the lock."""
         entry = self._entries.get(entry_id)
         if entry is None:
             raise ValueError(f"ledger has no entry {entry_id}: close what record() returned")
@@ -205,7 +205,7 @@ class Ledger:
         return entry
 
     def _count(self, entry: LedgerEntry, sign: int) -> None:
-        """Add an entry to what is in use (1), within the budget, or take it out (-1). The caller holds the lock."""
+        """Add an entry to the bytes in use (1), within the budget, or subtract it (-1). The caller holds the lock."""
         if entry.role != HOST or entry.died_s is not None:
             return
         if sign > 0 and self.budget is not None:
@@ -213,17 +213,17 @@ class Ledger:
         self._in_use[entry.owner] = self._in_use.get(entry.owner, 0) + sign * entry.reserved_bytes
 
     def entries(self) -> list[LedgerEntry]:
-        """In the order of their booking: all that live, and of the closed ones the newest and those of each peak."""
+        """Return entries in booking order: all live ones, and of the closed ones the newest and those of each peak."""
         self._sync()
         with self._lock:
             return list(self._entries.values())
 
     def live(self, role: str | None = None) -> list[LedgerEntry]:
-        """Entries that have not died, of one role or of all."""
+        """Return the live entries of one role, or of all."""
         return [e for e in self.entries() if e.died_s is None and role in (None, e.role)]
 
     def peak(self, role: str = HOST, measure: str = "touched_bytes") -> Peak:
-        """When the entries of `role` took most, by `measure` (one of MEASURES), and which ones they were."""
+        """Return when the entries of `role` were largest by `measure` (one of MEASURES), and which ones they were."""
         if measure not in MEASURES:
             raise ValueError(f"unknown measure {measure!r}: use one of {', '.join(MEASURES)}")
         chosen = [e for e in self.entries() if e.role == role]
@@ -231,11 +231,11 @@ class Ledger:
         return Peak(instant, best, tuple(e for e in chosen if e.alive_at(instant)) if best else ())
 
     def peak_bytes(self, role: str = HOST, measure: str = "touched_bytes") -> int:
-        """Most bytes of `role` alive at one instant."""
+        """Return the largest number of bytes of `role` alive at one instant."""
         return self.peak(role, measure).bytes_
 
     def to_json(self, origin_s: float = 0.0) -> list[dict[str, object]]:
-        """Entries as plain dicts, times relative to `origin_s`."""
+        """Return the entries as plain dicts, with times relative to `origin_s`."""
         return [
             dataclasses.asdict(e)
             | {"born_s": e.born_s - origin_s, "died_s": None if e.died_s is None else e.died_s - origin_s}
@@ -250,11 +250,11 @@ class Ledger:
 
 
 def _peak(entries: Sequence[LedgerEntry], measure: str) -> tuple[float, int]:
-    """The instant, and the bytes."""
+    """Return the instant of the peak, and its bytes."""
     changes = [(e.born_s, 1, getattr(e, measure)) for e in entries]
     changes += [(e.died_s, 0, -getattr(e, measure)) for e in entries if e.died_s is not None]
     level, best, instant = 0, 0, 0.0
-    for when, _, change in sorted(changes):  # at one instant deaths (0) come before births (1)
+    for when, _, change in sorted(changes):  # at the same instant, deaths (0) sort before births (1)
         level += change
         if level > best:
             best, instant = level, when
@@ -262,10 +262,10 @@ def _peak(entries: Sequence[LedgerEntry], measure: str) -> tuple[float, int]:
 
 
 def verify_by_address(entries: Iterable[LedgerEntry]) -> list[AddressCheck]:
-    """Set entries against the kernel's map of this process (/proc/self/smaps and pagemap).
+    """Compare entries with the kernel's view of this process (/proc/self/smaps and pagemap).
 
-    Entries without an address were only counted, and are left out. Dead entries are the caller's to leave out: their
-    range may belong to somebody else by now.
+    Entries without an address were only counted, and are skipped. Callers must exclude dead entries, whose range may
+    have been reused.
     """
     areas = _memory_areas()
     checks = []
@@ -290,7 +290,7 @@ _AREA_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def _memory_areas() -> list[_Area]:
-    """The process's mappings in address order; locked by the kernel's `lo` flag, or as reserved huge pages (`ht`)."""
+    """Return the mappings in address order; locked means the kernel's `lo` flag, or reserved huge pages (`ht`)."""
     areas = []
     begin = end = 0
     with open("/proc/self/smaps") as smaps:
@@ -303,7 +303,7 @@ def _memory_areas() -> list[_Area]:
 
 
 def _cover(areas: Sequence[_Area], begin: int, end: int) -> tuple[bool, bool]:
-    """Whether [begin, end) is mapped without a gap, and whether all of it is locked."""
+    """Return whether [begin, end) is mapped without a gap, and whether all of it is locked."""
     reached, locked = begin, True
     for area in areas:
         if area.begin <= reached < area.end:
@@ -315,7 +315,7 @@ def _cover(areas: Sequence[_Area], begin: int, end: int) -> tuple[bool, bool]:
 
 
 def _resident_bytes(pagemap: BinaryIO, address: int, length: int) -> int:
-    """Bytes of [address, address + length) on pages that are present, by the page table."""
+    """Return the bytes of [address, address + length) on pages that are present in the page table."""
     first, last = address // _PAGE_BYTES, (address + length - 1) // _PAGE_BYTES
     pagemap.seek(first * 8)
     raw = b""

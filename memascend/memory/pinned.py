@@ -1,20 +1,20 @@
-"""Page-locked host memory: exact, in powers of two, or counted only.
+"""Page-locked host memory: allocators that round to pages or to powers of two, and one that only counts.
 
-`PageAlignedPinnedAllocator` is MemAscend's alignment-free pinned memory: it reserves at most 4095 bytes over the
+`PageAlignedPinnedAllocator` is MemAscend's alignment-free pinned memory: it reserves at most 4095 bytes more than the
 request. `PowerOfTwoPinnedAllocator` is the papers' baseline: PyTorch's CachingHostAllocator rounds every request up to
-the next power of two (`PowerOf2Ceil`, CachingHostAllocator.h), and all of it is resident. `CountingAllocator` applies
+the next power of two (`PowerOf2Ceil`, CachingHostAllocator.h), all of which is resident. `CountingAllocator` applies
 either rounding, or that of PyTorch 2.13 with a threshold, and allocates nothing, so that a plan runs the code of a run.
 
-Memory is freed once, after the last view of a tensor has gone; ledger entries close at that moment.
+Memory is freed once, after the last view of a tensor is gone; ledger entries close at that moment.
 
-Forked children (DataLoader workers) share what is not registered until somebody writes, as with any memory. What a
-CUDA driver or an io_uring ring has registered they do not get, since each would take a copy of its own: one that
-touches such a tensor ends by SIGSEGV. Give workers tensors that are not registered, or a copy.
+Forked children (DataLoader workers) share unregistered memory copy-on-write, as usual. Memory that is registered with a
+CUDA driver or an io_uring ring is not inherited, since each child would get its own copy: a child that accesses such a
+tensor dies of SIGSEGV. Give workers unregistered tensors, or copies.
 
-Huge pages are an option of the real allocators. `"transparent"`: a block starts on a huge page and the kernel backs it
-with huge pages as far as it has them; the end that fills none stays on small pages, so nothing more is reserved.
+The real allocators optionally use huge pages. `"transparent"`: a block starts on a huge-page boundary and the kernel
+backs it with huge pages as far as available; the rest at its end stays on small pages, so nothing more is reserved.
 `"reserved"`: pages that the administrator has set aside (`vm.nr_hugepages`), which are never swapped; sizes are then
-whole huge pages of 2 MiB, and `reserved_bytes` says so.
+multiples of 2 MiB, and `reserved_bytes` accounts for that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAX_BYTES = 2**63 - 1
 
 
 class Allocator(Protocol):
-    """What a buffer pool needs of an allocator."""
+    """The interface that buffer pools need of an allocator."""
 
     name: str
     ledger: Ledger | None
@@ -63,10 +63,10 @@ class Allocator(Protocol):
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """True if the tensor's data lies in a live block of ours, or in memory that torch itself pinned.
+    """Return whether the tensor's data is in a live block of ours, or in memory that torch itself pinned.
 
-    By address, so views count. A block whose pages could only be touched, not locked (see `lock`), counts too: callers
-    ask this to learn whether a buffer is fit for direct transfers. False for tensors without data.
+    The check is by address, so views count. A block whose pages could only be touched, not locked (see `lock`), counts
+    too: callers need to know whether a buffer is suitable for direct transfers. False for tensors without data.
     """
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
         return False
@@ -76,18 +76,19 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def page_rounded_bytes(requested: int) -> int:
-    """The request in whole pages."""
+    """Return the request rounded up to whole pages, in bytes."""
     return -(-_checked(requested) // PAGE_BYTES) * PAGE_BYTES
 
 
 def power_of_two_bytes(requested: int) -> int:
-    """The next power of two of the request, at least a page (which is what the driver locks for less)."""
+    """Return the request rounded up to a power of two, and at least to a page, which is what the driver locks."""
     return max(PAGE_BYTES, 1 << (_checked(requested) - 1).bit_length())
 
 
 def thresholded_bytes(requested: int) -> int:
-    """What PyTorch reserves with `pinned_max_round_threshold_mb:1`, its smallest value: above it no rounding but the
-    driver's, to pages (CachingHostAllocator.h from PyTorch 2.13 on, CUDA alone).
+    """Return what PyTorch reserves with `pinned_max_round_threshold_mb:1`, its smallest value.
+
+    Larger requests are only rounded to pages, by the driver (CachingHostAllocator.h from PyTorch 2.13 on, CUDA only).
     """
     return (page_rounded_bytes if requested > ROUND_THRESHOLD_BYTES else power_of_two_bytes)(requested)
 
@@ -99,12 +100,12 @@ def _checked(requested: int) -> int:
 
 
 def placement_for(placement: Placement | ByClass | None, owner: str) -> Placement | None:
-    """What an allocator's policy says of one owner's memory."""
+    """Return the placement of an owner's memory under an allocator's placement or placement by class."""
     return placement.of(owner) if isinstance(placement, ByClass) else placement
 
 
 class _FreeEvents:
-    """Carries frees from the native registry to the ledger that booked the block. One for the process."""
+    """Forwards frees from the native registry to the ledgers that have the blocks. One instance per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +117,7 @@ class _FreeEvents:
         ledger.attach(self.sync)
 
     def sync(self) -> None:
-        """Close the entries of all blocks that were freed since the last call."""
+        """Close the ledger entries of all blocks that were freed since the last call."""
         with self._lock:
             for event in _C.pinned_events():
                 if event["kind"] == "free" and (booked := self._booked.pop(event["id"], None)):
@@ -125,7 +126,7 @@ class _FreeEvents:
 
 
 _free_events = _FreeEvents()
-# Nobody else is inside when a process forks: a child's copy of a lock that another thread held would never open.
+# The lock is taken around a fork: a child's copy of a lock that another thread holds would never be released.
 os.register_at_fork(
     before=_free_events._lock.acquire,
     after_in_parent=_free_events._lock.release,
@@ -134,25 +135,25 @@ os.register_at_fork(
 
 
 class _Host:
-    """Asks the kernel whether there is room before memory is taken: beyond its limits it kills. One for the process.
+    """Checks that memory is available before an allocation, since the kernel kills beyond its limits. One per process.
 
-    Reading /proc and the control groups for each of hundreds of small buffers would cost more than it can save: what is
-    left is read again after each 64 MiB, and before anything is refused.
+    Reading /proc and the control groups for each of hundreds of small buffers would be too expensive: the remaining
+    memory is read again after every 64 MiB, and before anything is refused.
     """
 
     ASK_EVERY_BYTES = 64 << 20
-    # Beside the pages themselves: their page tables, and what the kernel charges ahead (64 pages per core) or the
-    # interpreter takes meanwhile.
+    # Allowance for page tables, and for what the kernel charges ahead (64 pages per core) or the interpreter allocates
+    # meanwhile.
     PAGE_TABLE_SHARE, MARGIN_BYTES = 512, 4 << 20
 
-    def __init__(self) -> None:  # without a lock: a thread whose change is lost asks a little later
+    def __init__(self) -> None:  # no lock: a lost update only delays the next read
         self._memory: HostMemory | None = None
         self._left_bytes = self._unasked_bytes = 0
 
     def require(self, name: str, requested: int, reserved: int, *, counts_as_available: bool) -> None:
-        """MemoryError, in one line, if `reserved` bytes are more than this process may have, or more than are left.
+        """Raise MemoryError if `reserved` bytes exceed what this process may have, or what is left.
 
-        Reserved huge pages were taken from what is available when they were set aside: they do not count as such.
+        Reserved huge pages left the available memory when they were set aside, so they do not count against it.
         """
         needed = reserved + reserved // self.PAGE_TABLE_SHARE + self.MARGIN_BYTES if counts_as_available else 0
         if self._memory is None or self._unasked_bytes >= self.ASK_EVERY_BYTES or needed > self._left_bytes:
@@ -177,7 +178,7 @@ _host = _Host()
 
 
 class _PinnedAllocator:
-    """Shared by the real allocators; a subclass gives the name and the rounding. Thread-safe."""
+    """Common base of the real allocators; a subclass sets the name, which selects the rounding. Thread-safe."""
 
     name: str
 
@@ -192,11 +193,11 @@ class _PinnedAllocator:
         placement: Placement | ByClass | None = None,
         topology: Topology | None = None,
     ) -> None:
-        """`lock`: page-lock by mlock; where the limit refuses, pages are touched and the entry says `locked=False`,
-        unless `require_lock`. `register_cuda`: make the memory known to the driver (default: if there is a device).
-        `pages`: small, transparent or reserved, see above. `placement`: NUMA nodes of blocks that are not given any of
-        their own, of all or by class of their owner; `topology`: what placements are checked against (default: this
-        machine, as it is then).
+        """`lock`: page-lock with mlock. If the limit refuses, pages are only touched and the entry has `locked=False`,
+        unless `require_lock`. `register_cuda`: register the memory with the driver (default: if there is a device).
+        `pages`: small, transparent or reserved, see the module. `placement`: NUMA nodes of blocks without a placement
+        of their own, for all blocks or by class of their owner; `topology`: the machine that placements are checked
+        against (default: this one, read at each allocation).
         """
         if pages not in PAGES:
             raise ValueError(f"unknown pages {pages!r}: use one of {', '.join(PAGES)}")
@@ -213,7 +214,7 @@ class _PinnedAllocator:
         self.topology = topology
 
     def reserved_bytes(self, requested: int) -> int:
-        """What a request takes: the policy's rounding, in whole huge pages where those are reserved ones."""
+        """Return the bytes that a request takes: the policy's rounding, in whole huge pages if those are reserved."""
         rounded = _POLICIES[self.name](requested)
         return -(-rounded // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES if self.pages == "reserved" else rounded
 
@@ -227,11 +228,11 @@ class _PinnedAllocator:
         role: str = HOST,
         placement: Placement | None = None,
     ) -> torch.Tensor:
-        """A 1-D tensor of exactly `numel` elements, 4096-aligned, zero-filled by the kernel, resident.
+        """Return a 1-D tensor of exactly `numel` elements: 4096-aligned, zero-filled by the kernel, resident.
 
-        `placement` is set before the first touch (default: the allocator's; without any the kernel's own policy).
-        Raises ValueError for a size below one and for nodes that are not there, MemoryError beyond the RAM, the control
-        group, a strict node, the ledger's budget, the huge pages that are set aside or (with require_lock) the memlock
+        `placement` is applied before the first touch (default: the allocator's, else the kernel's policy). Raises
+        ValueError for a size below one and for nodes that do not exist; MemoryError if the request exceeds the RAM, the
+        control group, a strict node, the ledger's budget, the reserved huge pages or (with require_lock) the memlock
         limit.
         """
         requested = numel * dtype.itemsize
@@ -242,7 +243,7 @@ class _PinnedAllocator:
         placement = placement or placement_for(self.placement, owner)
         if placement is not None:
             placement.check(Topology.read() if self.topology is None else self.topology, reserved)
-        _free_events.sync()  # keeps the native log short in runs that never ask the ledger
+        _free_events.sync()  # keeps the native event log short even if the ledger is never queried
         entry = self._book(name, owner, role, requested, reserved)
         try:
             tensor, block = self._take(numel, dtype, name, reserved, placement)
@@ -257,7 +258,7 @@ class _PinnedAllocator:
     def _take(
         self, numel: int, dtype: torch.dtype, name: str, reserved: int, placement: Placement | None
     ) -> tuple[torch.Tensor, dict[str, int]]:
-        """The tensor and what the registry says of its block; registered with CUDA where that is wanted."""
+        """Return the tensor and its block's registry entry; registered with CUDA if requested."""
         try:
             where = None if placement is None else placement.native()
             tensor, block = _C.pinned_empty(numel, dtype, reserved, self.lock, self.require_lock, self.pages, where)
@@ -274,21 +275,21 @@ class _PinnedAllocator:
             _C.pinned_mark_registered(block["id"])
 
     def _book(self, name: str, owner: str, role: str, requested: int, reserved: int) -> int | None:
-        """The entry, before the memory is taken: a budget refuses here."""
+        """Book the entry before the memory is allocated, so that a budget can refuse it."""
         if self.ledger is None:
             return None
         return self.ledger.record(name, owner, requested, role=role, allocator=self.name, reserved_bytes=reserved)
 
     def _complete(self, ledger: Ledger, entry: int, block: dict[str, int], placement: Placement | None) -> None:
         locked, born_s, nodes = bool(block["locked"]), block["born_ns"] / 1e9, None
-        if placement is not None:  # where it really is: all but strict policies may take other nodes
+        if placement is not None:  # record the actual nodes: only strict policies guarantee theirs
             nodes = tuple(n for n in _C.pages_by_node(block["address"], block["reserved_bytes"]) if n != UNTOUCHED)
         ledger.amend(entry, address=block["address"], locked=locked, born_s=born_s, nodes=nodes)
         _free_events.book(block["id"], ledger, entry)
 
 
 class PageAlignedPinnedAllocator(_PinnedAllocator):
-    """Reserves the request in whole pages: at most 4095 bytes over it (with reserved huge pages, less than 2 MiB)."""
+    """Rounds up to whole pages: at most 4095 bytes more (with reserved huge pages, less than 2 MiB more)."""
 
     name = "page_aligned"
 
@@ -307,13 +308,13 @@ _POLICIES = {
 
 
 class CountingAllocator:
-    """Books what an allocator of `policy` would, and allocates nothing.
+    """Books what an allocator with `policy` would reserve, and allocates nothing.
 
-    Policies: those of the real allocators ("page_aligned", "power_of_two"), and "round_threshold", PyTorch's own with
-    its rounding bounded (`thresholded_bytes`), which only CUDA has.
+    Policies are those of the real allocators ("page_aligned", "power_of_two") and "round_threshold", PyTorch's own with
+    limited rounding (`thresholded_bytes`), which exists for CUDA only.
 
-    Tensors are on the meta device; their entries stay open until the ledger is told (`Ledger.close`). Entries have the
-    nodes of the placement, which is checked against `topology` where a machine is described.
+    Tensors are on the meta device; their entries stay open until `Ledger.close` is called. Entries have the nodes of
+    the placement, which is checked against `topology` if one is given.
     """
 
     def __init__(
@@ -344,7 +345,7 @@ class CountingAllocator:
         role: str = HOST,
         placement: Placement | None = None,
     ) -> torch.Tensor:
-        """A 1-D meta tensor of `numel` elements, booked as a real one would be. Raises ValueError below one."""
+        """Return a 1-D meta tensor of `numel` elements, booked like a real one. Raises ValueError for numel < 1."""
         requested = numel * dtype.itemsize
         if requested > _MAX_BYTES:
             raise ValueError(f"buffer {name!r} of {numel} elements exceeds any memory: check the sizes of the run")

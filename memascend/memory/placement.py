@@ -1,15 +1,15 @@
-"""On which NUMA nodes memory lies: policies, set before the first touch, asked about, and changed later.
+"""Placement of memory on NUMA nodes: policies are set before the first touch, can be queried, and changed later.
 
     allocator = PageAlignedPinnedAllocator(ledger, placement=on_node(2))
     states = allocator.allocate(n, torch.float32, name="moments", owner="adamw", placement=interleaved([1, 2]))
     nodes_of(states)  # {1: 512, 2: 512}: pages by node
     move(states, on_node(0))
 
-A policy is checked against the machine's `Topology` before anything is taken: the kernel answers a strict policy that
-a node cannot hold by killing the process, and mistakes by ordinary memory. Pages are set in turn one by one (4 KiB), or
-in units of 2 MiB where huge pages are asked for. On one node everything works, and nothing is moved.
+A policy is checked against the machine's `Topology` before anything is allocated: if a node cannot satisfy a strict
+policy, the kernel kills the process, and it answers other mistakes with ordinary memory. Pages are interleaved one by
+one (4 KiB), or in units of 2 MiB with huge pages. On a machine with one node everything works, and nothing is moved.
 
-`Placement.native()` is what the extension takes: mode, nodes, and weights that are this memory's own.
+`Placement.native()` returns the arguments of the extension: mode, nodes, and this memory's own weights.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ __all__ = [
     "weighted",
 ]
 
-UNTOUCHED = -1  # in `nodes_of`: pages that are not resident, and so lie nowhere yet
+UNTOUCHED = -1  # key in `nodes_of`: pages that are not resident, and so on no node yet
 
 
 def nodes_of(tensor: torch.Tensor) -> dict[int, int]:
-    """Pages of 4 KiB by node, of the memory from the tensor's first to its last element; UNTOUCHED where not resident.
+    """Return the number of 4-KiB pages by node, from the tensor's first to its last element.
 
-    Raises ValueError for what is no strided CPU tensor with elements, RuntimeError if the kernel does not say.
+    Pages that are not resident count under UNTOUCHED. Raises ValueError unless it is a strided CPU tensor with
+    elements, RuntimeError if the kernel does not report nodes.
     """
     begin, end = _range(tensor)
     return _C.pages_by_node(begin, end - begin)
 
 
 def move(tensor: torch.Tensor, placement: Placement, topology: Topology | None = None) -> dict[int, int]:
-    """Move the tensor's whole pages to where the policy says, and return `nodes_of` it. Pages on one of several nodes
-    stay there; a page at either end that others share stays where it is.
+    """Move the tensor's pages to the nodes of the policy, and return `nodes_of` it.
 
-    Contents and address are the same after it. Raises ValueError for the policy, MemoryError for a full strict node,
-    RuntimeError for pages that cannot move (registered with CUDA or io_uring).
+    With several nodes, pages that are on one of them stay. A page at either end that is shared with other data stays,
+    too. Contents and address do not change. Raises ValueError for an invalid policy, MemoryError for a full strict
+    node, RuntimeError for pages that cannot move (registered with CUDA or io_uring).
     """
     begin, end = _range(tensor)
     page = _C.PAGE_BYTES
     down, up = begin // page * page, -(-end // page) * page
     if _C.pinned_contains(down, up - down):
-        begin, end = down, up  # a block of ours shares its pages with nobody
+        begin, end = down, up  # a block of ours shares no pages with other data
     else:
         begin, end = -(-begin // page) * page, end // page * page
     placement.check(Topology.read() if topology is None else topology, max(0, end - begin))
@@ -73,19 +74,19 @@ def move(tensor: torch.Tensor, placement: Placement, topology: Topology | None =
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What the kernel says of one entry of a ledger: `pages` by node, now."""
+    """The kernel's report for one ledger entry: `pages` by node, now."""
 
     entry: LedgerEntry
     pages: dict[int, int]
 
     @property
     def agrees(self) -> bool:
-        """Whether the pages lie on the nodes that the entry has."""
+        """Whether the pages are on the nodes that the entry states."""
         return self.entry.nodes is None or set(self.pages) - {UNTOUCHED} == set(self.entry.nodes)
 
 
 def verify_nodes(entries: Iterable[LedgerEntry]) -> list[NodeCheck]:
-    """Ask about every entry that lives and has an address. RuntimeError if the kernel does not say."""
+    """Query every live entry that has an address. Raises RuntimeError if the kernel does not report nodes."""
     return [
         NodeCheck(entry, _C.pages_by_node(entry.address, entry.reserved_bytes))
         for entry in entries
@@ -94,7 +95,7 @@ def verify_nodes(entries: Iterable[LedgerEntry]) -> list[NodeCheck]:
 
 
 def bytes_by_class(checks: Iterable[NodeCheck]) -> dict[str, dict[int, int]]:
-    """Resident bytes of each class of tensors (other buffers: by owner), by node."""
+    """Return the resident bytes by node of each class of tensors (other buffers: by owner)."""
     found: dict[str, dict[int, int]] = {}
     for check in checks:
         shares = found.setdefault(class_of(check.entry.owner) or check.entry.owner, {})

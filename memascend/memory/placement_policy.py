@@ -1,11 +1,12 @@
-"""What a person says about placement, and what it comes to on a machine: the `placement:` key of a run.
+"""Parsing of a run's `placement:` key, and its resolution on a machine.
 
-- latency_first: what tolerates latency least is nearest, as far as there is room (the rule of a machine with cards);
-- interleave: every tensor by itself, page by page over all nodes;
-- process_interleave: the whole process, as `numactl --interleave=all` does it;
-- {momentum: 1, activations: [1, 2], variance: {0: 3, 1: 1}}: classes on a node, over several, or by weights; those that
-  are not named stay with the kernel;
-- {policy: latency_first, limits: {0: 100GiB}}: and no more than this of a node.
+- latency_first: the classes least tolerant of latency go to the nearest memory, as far as it suffices (the rule for
+  machines with CXL cards);
+- interleave: each tensor is interleaved page by page over all nodes;
+- process_interleave: the whole process is interleaved, as by `numactl --interleave=all`;
+- {momentum: 1, activations: [1, 2], variance: {0: 3, 1: 1}}: classes on one node, over several, or by weights; classes
+  that are not named are left to the kernel;
+- {policy: latency_first, limits: {0: 100GiB}}: with an upper limit per node.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ POLICIES = (LATENCY_FIRST, INTERLEAVE, PROCESS_INTERLEAVE)
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPolicy:
-    """A checked `placement:`. `nodes` belongs to BY_CLASS, `limits` (bytes by node) to LATENCY_FIRST."""
+    """A validated `placement:`. `nodes` is used by BY_CLASS, `limits` (bytes by node) by LATENCY_FIRST."""
 
     kind: str
     nodes: Mapping[str, tuple[int, ...] | Mapping[int, int]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class PlacementPolicy:
 
     @classmethod
     def parse(cls, value: Any, where: str = "placement") -> PlacementPolicy:
-        """Of a name, a mapping, or either as YAML in a text. ValueError in one line that names the place."""
+        """Parse a name, a mapping, or either as YAML text. Raises ValueError, in one line that names `where`."""
         if isinstance(value, str) and value.strip().startswith("{"):
             import yaml
 
@@ -69,7 +70,7 @@ class PlacementPolicy:
         return cls(kind=kind, limits={_number(n, where): parse_bytes(str(v), where) for n, v in limits.items()})
 
     def as_text(self) -> str:
-        """What `parse` makes this of again."""
+        """Return a text from which `parse` makes this policy again."""
         if self.kind == BY_CLASS:
             return json.dumps({n: dict(at) if isinstance(at, Mapping) else list(at) for n, at in self.nodes.items()})
         if self.limits:
@@ -77,10 +78,10 @@ class PlacementPolicy:
         return self.kind
 
     def resolve(self, sizes: Mapping[str, int], topology: Topology) -> ByClass | None:
-        """The placement of each class, of which `sizes` bytes are wanted. None for PROCESS_INTERLEAVE, which belongs to
-        the process: see `memascend.memory.process_policy`.
+        """Return the placement of each class, given the bytes of each in `sizes`.
 
-        Raises ValueError for nodes that are not there, MemoryError where a plan by size does not fit.
+        Returns None for PROCESS_INTERLEAVE, which applies to the process (`memascend.memory.process_policy`). Raises
+        ValueError for nodes that do not exist, MemoryError if a plan by size does not fit.
         """
         if self.kind == PROCESS_INTERLEAVE:
             return None

@@ -1,4 +1,4 @@
-"""Policies of placement on NUMA nodes, as plain values that a machine is checked against. No torch, no system call."""
+"""NUMA placement policies as plain values that can be checked against a machine. No torch, no system calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STRICT, _PREFERRED, _PREFERRED_MANY, _INTERLEAVED, _WEIGHTED, _STRIPED = (
 
 @dataclass(frozen=True)
 class Placement:
-    """A policy; made by `on_node`, `prefer`, `interleaved` and `weighted`. `weights`: one per node, or None."""
+    """A policy, made by `on_node`, `prefer`, `interleaved` or `weighted`. `weights`: one per node, or None."""
 
     mode: str
     nodes: tuple[int, ...]
@@ -24,11 +24,11 @@ class Placement:
 
     @property
     def strict(self) -> bool:
-        """Whether memory comes from these nodes or not at all."""
+        """Whether memory must come from these nodes, so that an allocation fails otherwise."""
         return self.mode == _STRICT
 
     def check(self, topology: Topology, reserved_bytes: int) -> None:
-        """Refuse, in one line, what cannot work: ValueError for the nodes, MemoryError for a full strict one."""
+        """Reject what cannot work, in one line: ValueError for nodes, MemoryError for a strict node without space."""
         known = ", ".join(map(str, topology.nodes))
         if not self.nodes:
             raise ValueError(f"placement {self}: no node is named; name some of {known}")
@@ -65,8 +65,11 @@ class Placement:
             raise ValueError(f"placement {self}: give each node a whole weight of 0 or more, and one above 0")
 
     def shares(self, nbytes: int, topology: Topology) -> dict[int, int]:
-        """Bytes by node that the policy asks for, of `nbytes`: even but for weights; the first node's where one is
-        preferred, or several are, the nearest first, as far as they have room."""
+        """Return how many of `nbytes` the policy requests on each node.
+
+        Interleaving divides evenly or by weights. Preferred nodes are filled in order, as far as they have memory
+        available; the last one gets the rest.
+        """
         if self.mode in (_STRICT, _PREFERRED, _PREFERRED_MANY):
             left, shares = nbytes, {}
             for number in self.nodes:
@@ -80,7 +83,7 @@ class Placement:
         return {number: nbytes * w // sum(weights) for number, w in zip(self.nodes, weights, strict=True)}
 
     def native(self) -> tuple[str, list[int], list[int]]:
-        """As the extension takes it."""
+        """Return the arguments that the extension takes: mode, nodes, weights."""
         return self.mode, list(self.nodes), list(self.weights or ())
 
     def __str__(self) -> str:
@@ -89,27 +92,28 @@ class Placement:
 
 
 def on_node(node: int, *, strict: bool = False) -> Placement:
-    """All pages on one node; what it has no room for goes to others, or with `strict` is refused."""
+    """Put all pages on one node; what does not fit goes to others, or with `strict` is refused."""
     return Placement(_STRICT if strict else _PREFERRED, (node,))
 
 
 def prefer(nodes: Iterable[int]) -> Placement:
-    """On any of these nodes, the nearest first, and on others when they are full (Linux 5.15)."""
+    """Put pages on any of these nodes, the nearest first, and on others when they are full (Linux 5.15)."""
     return Placement(_PREFERRED_MANY, tuple(nodes))
 
 
 def interleaved(nodes: Iterable[int]) -> Placement:
-    """A page on each node in turn. What a full node would have had goes to others."""
+    """Put pages on each node in turn. What does not fit on a full node goes to others."""
     return Placement(_INTERLEAVED, tuple(nodes))
 
 
 def weighted(nodes: Iterable[int] | Mapping[int, int]) -> Placement:
-    """As many pages on each node in turn as its weight.
+    """Put as many pages on each node in turn as its weight.
 
-    Nodes alone: by the kernel's weights (Linux 6.9; /sys/kernel/mm/mempolicy/weighted_interleave, one set for the
-    machine: 1, or from 6.16 on by the firmware's bandwidths, or what root has set), up to one round more or less by the
-    address. A mapping node -> weight: this memory's own weights, on any kernel, to the page; a weight of 0 is no page,
-    and weights may be byte counts. Stripes are then of up to 2 MiB, and are touched as they are made.
+    Given nodes only, the kernel's weights apply, up to one round more or less depending on the address (Linux 6.9;
+    /sys/kernel/mm/mempolicy/weighted_interleave, one set per machine: 1, or from 6.16 on the firmware's bandwidths, or
+    what root has set). Given a mapping node -> weight, this memory has its own weights, on any kernel and exact to the
+    page; a weight of 0 means no pages, and weights may be byte counts. Stripes are then up to 2 MiB, and are touched
+    when they are allocated.
     """
     if isinstance(nodes, Mapping):
         return Placement(_STRIPED, tuple(nodes), tuple(nodes.values()))

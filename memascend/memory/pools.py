@@ -1,8 +1,8 @@
-"""Pools of parameter buffers: one size for all tensors (the baseline), or sized from the model (MemAscend).
+"""Pools of parameter buffers: one size for all tensors (the baseline), or sizes from the model (MemAscend).
 
-A pool owns page-locked memory cut into slots. A tensor that streams through host memory leases a slot and returns it.
-`MonolithicBufferPool` makes every slot as large as the largest tensor, as ZeRO-Infinity does; `AdaptiveBufferPool` has
-a class of slots for each size in the model (MemAscend, adaptive buffer pool), as many as are in flight at once.
+A pool owns page-locked memory divided into slots. A tensor that streams through host memory leases a slot and returns
+it. `MonolithicBufferPool` makes every slot as large as the largest tensor, as ZeRO-Infinity does; `AdaptiveBufferPool`
+has a class of slots for each size in the model (MemAscend, adaptive buffer pool), as many as are in flight at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from memascend.memory.pinned import Allocator
 
 OWNER = "parameter_pool"
-# What O_DIRECT demands of memory at least; a device may demand more. DeepSpeed aligns its swap buffers to 1024 bytes.
+# The usual minimum alignment for O_DIRECT; a device may need more. DeepSpeed aligns its swap buffers to 1024 bytes.
 DEFAULT_ALIGNMENT_BYTES = 512
-# So many holders a time-out names, the oldest first: a pool of a whole model has hundreds.
+# Number of holders named by a timeout, the oldest first: the pool of a whole model has hundreds.
 _NAMED_HOLDERS = 8
 
 
 class PoolTimeoutError(TimeoutError):
-    """No buffer came free in time. The message names who holds what, `holders` are those leases, the oldest first."""
+    """No buffer became free in time. The message names the holders; `holders` has their leases, the oldest first."""
 
     def __init__(self, message: str, holders: Sequence[Lease]) -> None:
         super().__init__(message)
@@ -49,10 +49,13 @@ class PoolClass:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """A slot held under `key`. `tensor` has exactly the elements asked for; `slot_tensor` those of `slot_numel` (or the
-    whole aligned slot), for transfers in aligned lengths. Both are views of the pool's memory. `since_s` is the instant
-    of the lease on the clock of time.monotonic(), `holder` the name of the thread that asked for it. `wasted_bytes`: of
-    a slot of a larger class, what the tensor has no use for; 0 where the class is the tensor's own."""
+    """A slot leased under `key`.
+
+    `tensor` has exactly the requested elements; `slot_tensor` has `slot_numel` elements (or the whole aligned slot),
+    for aligned transfers. Both are views of the pool's memory. `since_s` is the time of the lease on the clock of
+    time.monotonic(), `holder` the name of the requesting thread. `wasted_bytes` is the unused part of a slot of a
+    larger class; 0 if the class is the tensor's own.
+    """
 
     key: Hashable
     numel: int
@@ -76,11 +79,11 @@ class Lease:
 def adaptive_pool_classes(
     block_numels: Sequence[Sequence[int]], outside_numels: Sequence[int], blocks_in_flight: int = 1
 ) -> list[PoolClass]:
-    """Classes for a model, largest first (MemAscend, adaptive buffer pool).
+    """Return the size classes for a model, largest first (MemAscend, adaptive buffer pool).
 
-    `block_numels`: for each transformer block the sizes of its streamed tensors; `outside_numels`: sizes of those
-    outside (embeddings, head), one buffer each. A size gets as many buffers as the block that has most of it, times
-    `blocks_in_flight`. For a dense model in 16 bits the sum is 2E + N (3 FF + 2 KV + 2 QO).
+    `block_numels` has the sizes of the streamed tensors of each transformer block; `outside_numels` the sizes of those
+    outside (embeddings, head), with one buffer each. A size gets as many buffers as it occurs at most in one block,
+    times `blocks_in_flight`. For a dense model in 16 bits the sum is 2E + N (3 FF + 2 KV + 2 QO).
     """
     if blocks_in_flight < 1:
         raise ValueError(f"blocks in flight: {blocks_in_flight}: use at least one")
@@ -94,7 +97,7 @@ def adaptive_pool_classes(
 
 
 class _Slots:
-    """The buffers of one class: all of one capacity, handed out last in, first out (the warmest in the caches)."""
+    """The buffers of one class, all of one capacity, handed out last in, first out (likely still in the caches)."""
 
     def __init__(self, pool_class: PoolClass, buffers: Iterable[torch.Tensor]) -> None:
         self.pool_class = pool_class
@@ -103,7 +106,7 @@ class _Slots:
 
 
 class _Request(NamedTuple):
-    """A tensor and the classes that may hold it, by index: `home` is its own or the nearest larger."""
+    """A requested tensor and the indices of classes that may serve it; `home` is its own or the nearest larger one."""
 
     key: Hashable
     numel: int
@@ -115,7 +118,7 @@ class _Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Fallback:
-    """Tensors of `numel` elements lay in a class that is not their own, `times` times, each wasting `wasted_bytes`."""
+    """Use of another class: `times` tensors of `numel` elements were in `class_name`, each wasting `wasted_bytes`."""
 
     numel: int
     class_name: str
@@ -125,7 +128,7 @@ class Fallback:
 
 @dataclass(eq=False)
 class _Waiter:
-    """A request that nothing free fits. What comes back goes to the first that it fits, so nobody overtakes."""
+    """A request that no free slot fits. A returned slot goes to the first waiter that it fits, so nobody overtakes."""
 
     request: _Request
     holder: str = field(default_factory=lambda: threading.current_thread().name)
@@ -134,12 +137,12 @@ class _Waiter:
 
 
 class BufferPool:
-    """Lease and return of slots. Thread-safe. Built by the two subclasses.
+    """Leasing and return of slots. Thread-safe. Use one of the two subclasses.
 
-    `lease` never waits. `acquire` does, in turn: a buffer that comes back goes to the oldest request that it fits.
+    `lease` never waits. `acquire` waits in a queue: a returned buffer goes to the oldest request that it fits.
 
-    Counters: `fallbacks`, leases served by a larger class because the tensor's size has none of its own or the aligned
-    length does not fit it, or, with `borrow`, because its class was used up (`fallback_report` says which sizes);
+    Counters: `fallbacks`, leases served by a larger class because the tensor's size has no class, because the aligned
+    length does not fit it, or (with `borrow`) because its class was used up (`fallback_report` lists the sizes);
     `denials`, leases refused.
     """
 
@@ -151,8 +154,8 @@ class BufferPool:
         any_size: bool,
         arenas: Sequence[torch.Tensor],
     ) -> None:
-        """`any_size`: the one class is for tensors of every size, so a smaller tensor is not a fallback. `arenas`: the
-        allocations that the slots are cut from."""
+        """`any_size`: the only class is for tensors of every size, so a smaller tensor is not a fallback. `arenas`: the
+        allocations that contain the slots."""
         self.dtype = dtype
         self.arenas = tuple(arenas)
         self.total_bytes = total_bytes
@@ -162,7 +165,7 @@ class BufferPool:
         self._slots = sorted(slots, key=lambda s: s.capacity)
         self._capacities = [s.capacity for s in self._slots]
         self._by_numel = {s.pool_class.numel: i for i, s in enumerate(self._slots)}
-        self._homes: dict[tuple[int, int | None], tuple[int, bool]] = {}  # of the sizes asked for: a model has a few
+        self._homes: dict[tuple[int, int | None], tuple[int, bool]] = {}  # cache by requested sizes: a model has few
         self._free = sum(len(s.free) for s in self._slots)
         self._held: dict[Hashable, tuple[Lease, int, torch.Tensor]] = {}
         self._waiting: list[_Waiter] = []
@@ -170,21 +173,21 @@ class BufferPool:
 
     @property
     def classes(self) -> list[PoolClass]:
-        """Smallest first."""
+        """The size classes, smallest first."""
         return [s.pool_class for s in self._slots]
 
     @property
     def largest_numel(self) -> int:
-        """Elements that a slot of the largest class holds."""
+        """Number of elements of a slot of the largest class."""
         return self._capacities[-1]
 
     def lease(self, key: Hashable, numel: int, slot_numel: int | None = None, *, borrow: bool = False) -> Lease | None:
-        """A slot for `numel` elements under `key`, or None if its class has none free.
+        """Lease a slot for `numel` elements under `key`; None if its class has no free one.
 
-        The class is that of the tensor's size; a size without one, or an aligned length `slot_numel` beyond it, goes to
-        the nearest larger class. With `borrow` any larger class may help out when that is used up: for a caller that
-        cannot wait, at the price of starving larger tensors.
-        Raises ValueError for sizes that no class fits, a `slot_numel` under `numel`, and a key that holds a slot.
+        The class is that of the tensor's size; a size without a class, or an aligned length `slot_numel` beyond it,
+        uses the nearest larger class. With `borrow` any larger class may be used if that is exhausted, for callers
+        that cannot wait, at the risk of starving larger tensors.
+        Raises ValueError for sizes that fit no class, a `slot_numel` below `numel`, and a key that already has a slot.
         """
         with self._lock:
             request = self._request(key, numel, slot_numel, borrow)
@@ -195,9 +198,9 @@ class BufferPool:
     def acquire(
         self, key: Hashable, numel: int, slot_numel: int | None = None, *, timeout_s: float, borrow: bool = False
     ) -> Lease:
-        """As `lease`, but waits up to `timeout_s` seconds for a slot to come back.
+        """Lease a slot as `lease` does, but wait up to `timeout_s` seconds for one to be returned.
 
-        Raises PoolTimeoutError, a TimeoutError that names who holds the slots that would do, how much and how long.
+        Raises PoolTimeoutError, a TimeoutError that names the holders of the slots in question, their sizes and ages.
         """
         if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"buffer pool: a time-out of {timeout_s} s: use zero to {threading.TIMEOUT_MAX}")
@@ -208,7 +211,7 @@ class BufferPool:
             self._waiting.append(waiter)
         try:
             waiter.served.wait(timeout_s)
-        except BaseException:  # interrupted: what was handed over in the meantime goes on to the next
+        except BaseException:  # interrupted: pass on a slot that was assigned meanwhile
             with self._lock:
                 if waiter.lease is None:
                     self._waiting.remove(waiter)
@@ -223,8 +226,11 @@ class BufferPool:
             raise self._timed_out(waiter.request, timeout_s)
 
     def release(self, key: Hashable) -> None:
-        """Give the slot back, by its key or by the Lease. Raises ValueError for a key that holds none (returned
-        already, or never leased here) and for a lease that is not the one held under its key."""
+        """Return a slot, by its key or its Lease.
+
+        Raises ValueError for a key without a slot (already returned, or never leased here), and for a lease that is not
+        the current one of its key.
+        """
         lease = key if isinstance(key, Lease) else None
         key = lease.key if lease is not None else key
         with self._lock:
@@ -238,7 +244,7 @@ class BufferPool:
             self._take_back(key)
 
     def holders(self) -> dict[Hashable, Lease]:
-        """Who holds a slot now."""
+        """Return the current leases by key."""
         with self._lock:
             return {key: lease for key, (lease, _, _) in self._held.items()}
 
@@ -248,27 +254,27 @@ class BufferPool:
             return self._fallbacks.total()
 
     def fallback_report(self) -> list[Fallback]:
-        """Which sizes fell back to a larger class, and what that wastes; the most wasteful first."""
+        """Return which sizes used a larger class, and what that wastes; the most wasteful first."""
         with self._lock:
             found = [Fallback(*what, times) for what, times in self._fallbacks.items()]
         return sorted(found, key=lambda fallback: fallback.wasted_bytes, reverse=True)
 
     def waiting(self) -> list[Hashable]:
-        """Keys that wait for a slot now, in their turn."""
+        """Return the keys that wait for a slot now, in queue order."""
         with self._lock:
             return [waiter.request.key for waiter in self._waiting]
 
     def free_count(self, numel: int | None = None) -> int:
-        """Free slots in all, or in the class that serves tensors of `numel` elements."""
+        """Return the number of free slots in all, or in the class that serves tensors of `numel` elements."""
         with self._lock:
             return self._free if numel is None else len(self._slots[self._home(numel, None)[0]].free)
 
     def share_a_class(self, numel: int, other: int) -> bool:
-        """Whether a slot that a tensor of `other` elements gives back can serve one of `numel`. Raises ValueError."""
+        """Return whether a slot that a tensor of `other` elements returns can serve one of `numel`; or ValueError."""
         with self._lock:
             return self._home(numel, None)[0] == self._home(other, None)[0]
 
-    # Each of these is called with the lock held.
+    # The methods below are called with the lock held.
 
     def _request(self, key: Hashable, numel: int, slot_numel: int | None, borrow: bool) -> _Request:
         home, exact = self._home(numel, slot_numel)
@@ -296,7 +302,7 @@ class BufferPool:
         return lease
 
     def _take_back(self, key: Hashable) -> None:
-        """The slot goes to the first in the queue that it fits: so whatever is free is wanted by nobody who waits."""
+        """Give the slot to the first waiter that it fits, so no waiter could use any slot that is free."""
         _, place, slot = self._held.pop(key)
         self._slots[place].free.append(slot)
         self._free += 1
@@ -322,7 +328,7 @@ class BufferPool:
         )
 
     def _home(self, numel: int, slot_numel: int | None) -> tuple[int, bool]:
-        """Index of the class that serves such a tensor, and whether it is the tensor's own. Raises ValueError."""
+        """Return the index of the class for such a tensor, and whether it is the tensor's own. Raises ValueError."""
         found = self._homes.get((numel, slot_numel))
         if found is None:
             needed, own = self._needed(numel, slot_numel), self._by_numel.get(numel)
@@ -348,7 +354,7 @@ class BufferPool:
 
 
 def _aligned_numel(numel: int, dtype: torch.dtype, alignment_bytes: int) -> int:
-    """`numel` rounded up so that the next slot starts on the alignment."""
+    """Return `numel` rounded up so that the next slot starts aligned."""
     if alignment_bytes < 1 or alignment_bytes % dtype.itemsize:
         raise ValueError(f"alignment of {alignment_bytes} bytes: use a multiple of the {dtype.itemsize}-byte item")
     step = alignment_bytes // dtype.itemsize
@@ -356,10 +362,10 @@ def _aligned_numel(numel: int, dtype: torch.dtype, alignment_bytes: int) -> int:
 
 
 class MonolithicBufferPool(BufferPool):
-    """`count` buffers of one size, the largest tensor's, for all tensors alike (ZeRO-Infinity).
+    """`count` buffers of the largest tensor's size, for all tensors alike (ZeRO-Infinity).
 
-    `separate=True`: each buffer is an allocation of its own, rounded by itself, which is what the published totals
-    describe; `separate=False`: one allocation for all, DeepSpeed's literal behaviour.
+    `separate=True`: each buffer is a separate allocation with its own rounding, which is what the published totals
+    describe; `separate=False`: one allocation for all, which is DeepSpeed's actual behaviour.
     """
 
     def __init__(
@@ -384,7 +390,7 @@ class MonolithicBufferPool(BufferPool):
 
 
 class AdaptiveBufferPool(BufferPool):
-    """Slots by size class in one allocation; total = sum over classes of count x aligned size."""
+    """Slots by size class in one allocation; its size is the sum over classes of count x aligned size."""
 
     def __init__(
         self,
@@ -410,11 +416,10 @@ class AdaptiveBufferPool(BufferPool):
 
 
 class OnDemandBuffers:
-    """Buffers of any size, each an allocation made when it is asked for: where there is no pool yet, or beside one that
-    is used up. Thread-safe.
+    """Buffers of any size, each allocated on request: used before a pool exists, or when one is exhausted. Thread-safe.
 
-    With `keep` the last buffer that came back waits for the next request that it fits, so that a series of tensors, one
-    after the other, costs no more than its largest; the others are freed with their last view.
+    With `keep`, the largest returned buffer is kept for the next request that it fits, so that a sequence of tensors,
+    one after the other, costs no more than its largest; other buffers are freed with their last view.
     """
 
     def __init__(
@@ -426,7 +431,7 @@ class OnDemandBuffers:
         keep: bool = False,
         alignment_bytes: int = DEFAULT_ALIGNMENT_BYTES,
     ) -> None:
-        """`name`: of the buffers in the ledger."""
+        """`name` is the name of the buffers in the ledger."""
         self.dtype = dtype
         self.name = name
         self._allocator, self._keep, self._alignment_bytes = allocator, keep, alignment_bytes
@@ -435,7 +440,7 @@ class OnDemandBuffers:
         self._lock = threading.Lock()
 
     def lease(self, key: Hashable, numel: int, slot_numel: int | None = None) -> Lease:
-        """As BufferPool.lease, but never None. Raises ValueError, and what the allocator raises."""
+        """Lease a buffer as BufferPool.lease does, but never None. Raises ValueError, and what the allocator raises."""
         if numel < 1 or (slot_numel is not None and slot_numel < numel):
             raise ValueError(f"{self.name}: no buffer for {numel} elements in a slot of {slot_numel}")
         needed = slot_numel or _aligned_numel(numel, self.dtype, self._alignment_bytes)
@@ -444,14 +449,14 @@ class OnDemandBuffers:
                 raise ValueError(f"{self.name}: {key!r} holds a buffer already: release it before the next lease")
             buffer, self._kept = self._kept, None
             if buffer is None or buffer.numel() < needed:
-                buffer = None  # freed before the next one is made
+                buffer = None  # freed before the next one is allocated
                 buffer = self._allocator.allocate(needed, self.dtype, name=self.name, owner=OWNER)
             lease = Lease(key, numel, buffer.narrow(0, 0, needed), self.name, threading.current_thread().name)
             self._held[key] = (lease, buffer)
             return lease
 
     def release(self, key: Hashable) -> None:
-        """Give a buffer back. Raises ValueError for a key that holds none."""
+        """Return a buffer. Raises ValueError for a key that has none."""
         with self._lock:
             if key not in self._held:
                 raise ValueError(f"{self.name}: {key!r} holds no buffer: returned already, or never leased here")
@@ -460,6 +465,6 @@ class OnDemandBuffers:
                 self._kept = buffer
 
     def forget(self) -> None:
-        """Free the buffer that is kept, and keep none from now on."""
+        """Free the kept buffer, and keep none from now on."""
         with self._lock:
             self._kept, self._keep = None, False

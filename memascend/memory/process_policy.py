@@ -1,7 +1,7 @@
-"""The memory policy of a whole process, as `numactl` sets it: by the system call alone, before torch is imported.
+"""Memory policy of a whole process, as `numactl` sets it: needs only a system call, so it can run before torch loads.
 
-It holds for every page that this thread, and threads and processes that it starts afterwards, touch without a policy of
-its own. Nothing that is there already moves.
+It applies to all pages that this thread, and the threads and processes that it starts later, touch without a policy of
+their own. Pages that already exist do not move.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def interleave_process(nodes: Iterable[int] | None = None) -> tuple[int, ...]:
-    """From now on pages are taken from `nodes` in turn (default: all that have memory and are allowed); returns them.
+    """Take all later pages from `nodes` in turn (default: all allowed nodes with memory); return the nodes.
 
-    Raises ValueError for nodes that the kernel refuses, OSError where the system call is not allowed.
+    Raises ValueError for nodes that the kernel refuses, OSError if the system call is not permitted.
     """
     topology = Topology.read()
     usable = [n for n, node in topology.nodes.items() if node.total_bytes and n in topology.allowed]
@@ -35,7 +35,7 @@ def interleave_process(nodes: Iterable[int] | None = None) -> tuple[int, ...]:
 
 
 def default_policy() -> None:
-    """Back to the kernel's: the node of the thread that touches."""
+    """Restore the kernel's default policy: memory from the node of the touching thread."""
     _set(_DEFAULT, None, "the default policy")
 
 
@@ -44,7 +44,7 @@ def _set(mode: int, mask: ctypes.Array[ctypes.c_ulong] | None, what: str) -> Non
     if number is None:
         raise OSError(errno.ENOSYS, f"{what}: not supported on {platform.machine()}; start the program with numactl")
     libc = ctypes.CDLL(None, use_errno=True)
-    bits = 0 if mask is None else len(mask) * _BITS + 1  # the kernel leaves out the last
+    bits = 0 if mask is None else len(mask) * _BITS + 1  # the kernel ignores the last bit
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, ctypes.c_ulong(bits)) == 0:
         return
     code = ctypes.get_errno()

@@ -1,6 +1,6 @@
-"""NUMA nodes of a machine, from /sys/devices/system/node: sizes, what is free, distances, CPUs. No torch.
+"""NUMA nodes of a machine, from /sys/devices/system/node: sizes, free memory, distances, CPUs. Imports no torch.
 
-A node without CPUs is memory alone, such as a CXL card. Where the kernel has no NUMA there is one node, 0.
+A node without CPUs is memory only, such as a CXL card. A kernel without NUMA has one node, 0.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ _ROOT = Path("/")
 _NODES = "sys/devices/system/node"
 _WEIGHTS = "sys/kernel/mm/mempolicy/weighted_interleave"
 _TIERS = "sys/devices/virtual/memory_tiering"
-_INITIATORS = "access0/initiators"  # the nearest processors' view: MB/s and ns
-# What the kernel can drop for a new allocation on a node, beside what is free.
+_INITIATORS = "access0/initiators"  # as seen by the nearest processors, in MB/s and ns
+# In addition to free memory, what the kernel can drop for a new allocation on a node.
 _RECLAIMABLE = ("Active(file)", "Inactive(file)", "SReclaimable")
-LOCAL_DISTANCE = 10  # of a node to itself, by the ACPI specification
+LOCAL_DISTANCE = 10  # distance of a node to itself, by the ACPI specification
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One node. `cpus` as the kernel lists them ("0-7,16"), empty for memory alone; `distances` by node number.
+    """One node. `cpus` as the kernel lists them ("0-7,16"), empty for memory only; `distances` by node number.
 
-    `available_bytes`: free, or page cache. `weight`: of the kernel's weighted interleaving (Linux 6.9), else None.
-    `bandwidth_bytes_per_s` and `latency_ns`: of reads by the nearest processors, by the firmware (HMAT), or None.
-    `tier`: the kernel's tier of memory, a smaller number is faster; None where it has none.
+    `available_bytes` is free memory plus reclaimable cache. `weight` is that of the kernel's weighted interleaving
+    (Linux 6.9), else None. `bandwidth_bytes_per_s` and `latency_ns` are the firmware's values (HMAT) for reads by the
+    nearest processors, or None. `tier` is the kernel's memory tier, where a smaller number is faster, or None.
     """
 
     number: int
@@ -54,13 +54,13 @@ class Topology:
 
     @classmethod
     def of(cls, *nodes: Node) -> Topology:
-        """A machine that is described, for plans and tests: all of its nodes are allowed."""
+        """Return a described machine, for plans and tests: all of its nodes are allowed."""
         by_number = {node.number: node for node in sorted(nodes, key=lambda node: node.number)}
         return cls(nodes=by_number, allowed=frozenset(by_number))
 
     @classmethod
     def read(cls, root: Path = _ROOT) -> Topology:
-        """The machine under `root` (default: this one)."""
+        """Return the machine under `root` (default: this one)."""
         folders = sorted((root / _NODES).glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
         nodes = [_read_node(path, root) for path in folders] or [_whole_machine(root)]
         by_number = {node.number: node for node in nodes}
@@ -115,7 +115,7 @@ def _whole_machine(root: Path) -> Node:
 
 
 def _listed(text: str) -> set[int]:
-    """The numbers of a kernel list such as 0-3,8."""
+    """Return the numbers of a kernel list such as 0-3,8."""
     numbers: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,11 +1,10 @@
-"""Tells host memory from what a GPU would hold, on a machine without one.
+"""Separates host memory from what a GPU would hold, on a machine without a GPU.
 
-`install()` puts our allocator in the place of PyTorch's CPU allocator. It logs every block of at least
-TRACKED_FROM_BYTES, and while the role is "device" serves such blocks from shared anonymous mappings: the kernel then
-counts them in RssShmem, and everything else in RssAnon. Up to 32 MiB of freed device blocks wait for the next of
-their size until the role changes, as in a GPU's caching allocator: resident then, and in no count of ours. Call it
-early: blocks that exist already stay where they are (and are freed by the allocator that made them). Such mappings
-are shared with forked children, unlike other tensors.
+`install()` replaces PyTorch's CPU allocator by ours. It logs every block of at least TRACKED_FROM_BYTES. While the role
+is "device", it serves such blocks from shared anonymous mappings, so the kernel counts them in RssShmem, and everything
+else in RssAnon. Up to 32 MiB of freed device blocks are kept for reuse until the role changes, as in a GPU's caching
+allocator; they are resident then, but not in our counts. Call it early: existing blocks stay where they are (and are
+freed by the allocator that made them). Unlike other tensors, these mappings are shared with forked children.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ class Event(NamedTuple):
 
 
 def install(*, events: bool = True) -> None:
-    """Serve all further CPU tensors of this process. Installing twice is once.
+    """Serve all later CPU tensors of this process with our allocator. Installing twice has no effect.
 
-    Without `events` nothing is logged: totals and peaks alone, for a run of any length.
+    Without `events` nothing is logged, only totals and peaks are kept, which suits runs of any length.
     """
     _C.tracking_allocator_install(events)
 
 
 def uninstall() -> None:
-    """Put PyTorch's own allocator back; blocks of ours stay valid and are freed by us."""
+    """Restore PyTorch's allocator; our blocks stay valid and are freed by our allocator."""
     _C.tracking_allocator_uninstall()
 
 
@@ -49,7 +48,7 @@ def installed() -> bool:
 
 
 def set_role(role: str) -> None:
-    """Role of all further blocks, of every thread (autograd runs backward on its own). Raises ValueError."""
+    """Set the role of later blocks in all threads (autograd runs backward in its own). Raises ValueError."""
     _C.tracking_allocator_set_role(role)
 
 
@@ -59,7 +58,7 @@ def current_role() -> str:
 
 @contextlib.contextmanager
 def role(name: str) -> Iterator[None]:
-    """`with role("device"):` the role inside, the former one after."""
+    """Context manager that sets the role inside its block, and restores the previous one after it."""
     before = current_role()
     set_role(name)
     try:
@@ -69,18 +68,18 @@ def role(name: str) -> Iterator[None]:
 
 
 def events() -> list[Event]:
-    """All events since the last call, in the order in which they happened."""
+    """Return all events since the last call, in chronological order."""
     return [Event(*item) for item in _C.tracking_allocator_events()]
 
 
 def live_bytes() -> dict[str, int]:
-    """Bytes alive now, by role."""
+    """Return the bytes alive now, by role."""
     totals = _C.tracking_allocator_totals()
     return {name: totals[f"{name}_live_bytes"] for name in ROLES}
 
 
 def peak_bytes() -> dict[str, int]:
-    """Most bytes alive at one instant since `reset_peaks`, by role."""
+    """Return the most bytes alive at one instant since `reset_peaks`, by role."""
     totals = _C.tracking_allocator_totals()
     return {name: totals[f"{name}_peak_bytes"] for name in ROLES}
 
@@ -90,5 +89,5 @@ def reset_peaks() -> None:
 
 
 def dropped_events() -> int:
-    """Events that were not logged because nobody drained the log (4 million are kept)."""
+    """Return how many events were dropped because the log was not drained (4 million are kept)."""
     return _C.tracking_allocator_totals()["dropped_events"]

@@ -1,4 +1,4 @@
-"""`memascend storage {format,ls,verify,gc,destroy}`: stores on devices, made, looked at and unmade from the shell."""
+"""`memascend storage {format,ls,verify,gc,destroy}`: shell commands to create, inspect and destroy stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def add_storage(commands: Any) -> None:
-    """Registers `storage` and its subcommands with the argparse subparsers `commands`."""
+    """Register `storage` and its subcommands with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "storage",
         help="create, list, verify and destroy stores of tensors on raw devices",
@@ -54,7 +54,7 @@ def _add(
 def _reported(run: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> str:
     try:
         return run(options)
-    except RuntimeError as error:  # a store that is foreign, incomplete, damaged or in use
+    except RuntimeError as error:  # foreign, incomplete, damaged or in use
         raise ValueError(str(error)) from error
 
 
@@ -117,7 +117,7 @@ def _words(options: argparse.Namespace) -> list[str | None]:
 
 
 def _require_distinct(paths: list[str]) -> None:
-    """By what they are, not by name: one device twice would be written over itself."""
+    """Raise ValueError for a repeated device, also under another name, since it would overwrite itself."""
     seen: dict[tuple[int, int, int], str] = {}
     for path in paths:
         if os.path.exists(path):
@@ -158,9 +158,9 @@ def _format(options: argparse.Namespace) -> str:
 
 
 def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
-    """A new file whose blocks exist; `written`: with zeros, so that no first write has to convert an extent.
+    """Create a file with allocated blocks; `written`: filled with zeros, so no later write has to convert an extent.
 
-    Raises FileExistsError; a file that does not get its space (ENOSPC) is removed again.
+    Raises FileExistsError; on any other error, such as lack of space (ENOSPC), the file is removed again.
     """
     with open(path, "xb", buffering=0) as file:
         try:
@@ -265,6 +265,6 @@ def _destroy(options: argparse.Namespace) -> str:
         if report.owner != options.owner:
             raise checks.DeviceRefused(f"{path} belongs to '{report.owner}', not to '{options.owner}'")
         checks.require_word(report, word)
-    _C.Store(options.devices, options.owner, options.control_folder, 1 << 20, False)  # all of it, and nothing else
+    _C.Store(options.devices, options.owner, options.control_folder, 1 << 20, False)  # checks that all devices are its
     _C.storage_destroy(options.devices)
     return f"the store of '{options.owner}' on {', '.join(options.devices)} is gone"

@@ -1,20 +1,20 @@
-"""What is in flight, to be waited for or chained: no thread blocks for a step that another one follows.
+"""Completions: handles of operations in flight to wait for or chain, so that no thread blocks between two steps.
 
     read = tier.read("layer.3", buffer)
     ready = read.then(lambda _: copy_to_device(buffer)).then(lambda event: when(event.query))
     ready.wait()
 
-**Threads.** Callbacks and the functions of `then` run one after another in one dispatcher thread a process, never in
-the thread that attached them, also where the completion had ended before. So they must be short and must not block:
-`wait` on something that has not ended raises RuntimeError there, since it might wait for itself. A longer step (an
-optimizer's) is handed to an executor by `then(..., on=executor)`. The dispatcher starts when it is first needed and
-ends when there is nothing left to watch.
+**Threads.** Callbacks and the functions of `then` run one after another in one dispatcher thread per process, never in
+the thread that attached them, even if the completion had already ended. So they must be short and must not block:
+`wait` on something that has not ended raises RuntimeError there, since it might wait for itself. A longer step (such as
+an optimizer step) goes to an executor by `then(..., on=executor)`. The dispatcher starts when it is first needed and
+ends when nothing is left to watch.
 
-**Errors.** The error of a step goes down its chain, past the steps that were to follow, to whoever waits or attaches a
-callback that asks. Nothing is lost: a failed completion that is dropped before anybody looked at its error is logged.
+**Errors.** The error of a step propagates down its chain, skipping the steps that were to follow, to whoever waits or
+to a callback that asks for it. No error is lost: a failed completion that is dropped unobserved is logged.
 
 **Fork and exit.** Nothing that began before a fork ends in the child: `wait` raises RuntimeError there. At interpreter
-exit the tiers are closed, which ends their transfers, then the callbacks that are due run, then the dispatcher ends.
+exit the tiers are closed, which ends their transfers; then the pending callbacks run, then the dispatcher ends.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from memascend.storage.interrupts import whole
 __all__ = ["Completion", "Promise", "RequestCancelled", "all_of", "when"]
 
 log = logging.getLogger("memascend")
-_POLL_S = 2e-4  # between two questions of `when`: some 100 us is what a copy of 1 MiB to a device takes
-_states = threading.Lock()  # of all completions; held for a few instructions
+_POLL_S = 2e-4  # interval between two polls of `when`; copying 1 MiB to a device takes some 100 us
+_states = threading.Lock()  # guards the state of all completions; held for a few instructions
 
 
 class Completion:
-    """Something that ends once, with a value or an error. Made by tiers, `then`, `all_of`, `when`; thread-safe."""
+    """An operation that ends once, with a value or an error. Made by tiers, `then`, `all_of`, `when`; thread-safe."""
 
     def __init__(self, what: str) -> None:
         """`what` names the operation in messages."""
@@ -54,7 +54,7 @@ class Completion:
         self._value: Any = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Completion], None]] = []
-        self._ended: threading.Event | None = None  # made by the first who waits
+        self._ended: threading.Event | None = None  # created by the first waiter
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -62,14 +62,14 @@ class Completion:
         return f"<{self._what}: {state}>"
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Does not block."""
+        """Return whether it has ended, successfully or not. Does not block."""
         return self._done
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it has ended; its value. Other threads run meanwhile.
+        """Block until it has ended, and return its value. Other threads run meanwhile.
 
-        Raises its error (StorageError, RequestCancelled, or what a step raised), each time it is asked; TimeoutError
-        when `timeout_s` is up; RuntimeError in the dispatcher thread and in a forked child.
+        Raises its error (StorageError, RequestCancelled, or what a step raised), on every call; TimeoutError after
+        `timeout_s` seconds; RuntimeError in the dispatcher thread and in a forked child.
         """
         if not self._done:
             self._block(timeout_s)
@@ -79,22 +79,22 @@ class Completion:
         return self._value
 
     def error(self) -> BaseException | None:
-        """The error of a completion that has ended, None if it ended well. Raises RuntimeError before that."""
+        """Return the error of a completion that has ended, or None. Raises RuntimeError if it has not ended."""
         if not self._done:
             raise RuntimeError(f"{self._what} has not ended")
         self._observed = True
         return self._error
 
     def cancel(self) -> bool:
-        """Ask that what has not begun be left out. False: it has ended, or cannot be stopped any more.
+        """Ask to skip what has not begun. False if it has ended, or cannot be stopped any more.
 
-        It still ends: with RequestCancelled, unless it was too far on; wait for it before the buffer is used again.
+        It still ends: with RequestCancelled, unless it was too far along; wait for it before reusing the buffer.
         """
         return False
 
     @whole
     def add_done_callback(self, function: Callable[[Completion], None]) -> None:
-        """Call `function(self)` in the dispatcher thread when it has ended. What it raises is logged."""
+        """Call `function(self)` in the dispatcher thread once this has ended. Exceptions that it raises are logged."""
         with _states:
             if not self._done:
                 self._callbacks.append(function)
@@ -103,17 +103,17 @@ class Completion:
         _dispatcher.call(lambda: self._call(function))
 
     def then(self, function: Callable[[Any], Any], *, on: Executor | None = None) -> Completion:
-        """The completion of `function(value)`, called when this one has ended well; an error goes past it.
+        """Return the completion of `function(value)`, called once this one has ended well; an error skips the call.
 
-        Where `function` returns a completion, the result ends when that one does. It runs in the dispatcher thread, or
-        in `on`.
+        If `function` returns a completion, the result ends with that one. `function` runs in the dispatcher thread, or
+        in the executor `on`.
         """
         stage = _Stage(self, function, on)
         self.add_done_callback(stage.begin)
         return stage
 
     def _watched(self) -> None:
-        """With `_states` held: somebody other than a waiting thread wants to know when it ends."""
+        """Hook, called under `_states`, when something other than a waiting thread needs to know when this ends."""
 
     @whole
     def _block(self, timeout_s: float | None) -> None:
@@ -129,7 +129,7 @@ class Completion:
         leaving.begin_if_asked()
         try:
             ended = interrupts.wait(self._ended.wait, timeout_s)
-        except BaseException:  # of a signal's handler, Ctrl-C's for instance
+        except BaseException:  # raised by a signal handler, such as Ctrl-C's
             leaving.begin()
             raise
         if not ended:
@@ -137,7 +137,7 @@ class Completion:
 
     @whole
     def _settle(self, value: Any = None, error: BaseException | None = None) -> bool:
-        """End it; the first to do so decides. False: it has ended."""
+        """End it; the first call decides. Return False if it had already ended."""
         with _states:
             if self._done:
                 return False
@@ -150,7 +150,7 @@ class Completion:
         return True
 
     def _give_up(self, error: BaseException) -> None:
-        """End it with an error that has been told, though what it stands for may still be in flight."""
+        """End it with an error that was already reported, though the operation itself may still be in flight."""
         self._observed = True
         self._settle(error=error)
 
@@ -166,27 +166,27 @@ class Completion:
 
 
 class Promise(Completion):
-    """A completion that its maker ends, once."""
+    """A completion that its creator ends, once."""
 
     def set_result(self, value: Any = None) -> None:
-        """Raises RuntimeError where it has ended."""
+        """End it with `value`. Raises RuntimeError if it has already ended."""
         if not self._settle(value):
             raise RuntimeError(f"{self._what} has ended already")
 
     def set_error(self, error: BaseException) -> None:
-        """Raises RuntimeError where it has ended."""
+        """End it with `error`. Raises RuntimeError if it has already ended."""
         if not self._settle(error=error):
             raise RuntimeError(f"{self._what} has ended already")
 
 
 class _Stage(Completion):
-    """What follows a completion."""
+    """A step that follows a completion."""
 
     def __init__(self, upstream: Completion, function: Callable[[Any], Any], executor: Executor | None) -> None:
         super().__init__(f"{getattr(function, '__name__', 'a step')} after {upstream._what}")
         self._function: Callable[[Any], Any] | None = function
         self._executor = executor
-        self._source: Completion | None = upstream  # what it waits for: before its function, or what that returned
+        self._source: Completion | None = upstream  # the upstream, later what the function returned
         self._cancelled = False
 
     def begin(self, upstream: Completion) -> None:
@@ -199,17 +199,17 @@ class _Stage(Completion):
         else:
             try:
                 self._executor.submit(self._run, upstream._value)
-            except RuntimeError as refused:  # it has been shut down
+            except RuntimeError as refused:  # the executor has been shut down
                 self._settle(error=refused)
 
     def _run(self, value: Any) -> None:
-        function, self._function = self._function, None  # with all that it holds
+        function, self._function = self._function, None  # drop the references that the function holds
         try:
             if self._cancelled:
                 raise RequestCancelled(f"{self._what} was cancelled")
             assert function is not None, "a stage runs once"
             result = function(value)
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # raised again by whoever waits
             self._settle(error=error)
             return
         if isinstance(result, Completion):
@@ -231,7 +231,7 @@ class _Stage(Completion):
 
 
 def all_of(completions: Iterable[Completion]) -> Completion:
-    """Ends when all have ended, failed ones included: with the list of their values, or the first one's error."""
+    """Return a completion that ends when all have ended, with the list of their values or the first one's error."""
     return _All(list(completions))
 
 
@@ -253,13 +253,13 @@ class _All(Completion):
             self._parts = []
 
     def cancel(self) -> bool:
-        return bool([part for part in self._parts if part.cancel()])  # each of them
+        return bool([part for part in self._parts if part.cancel()])  # a list, so that every part is cancelled
 
 
 def when(is_done: Callable[[], bool], what: str = "an event") -> Completion:
-    """Ends when `is_done()` is true, such as the query of a device's event, or with what it raises.
+    """Return a completion that ends once `is_done()` is true, such as the query of a device's event.
 
-    It is asked in the dispatcher thread, every 200 us as long as it waits.
+    It fails with what `is_done` raises. The dispatcher thread calls `is_done` every 200 us until then.
     """
     completion = Completion(what)
     _dispatcher.ask(is_done, completion)
@@ -267,7 +267,7 @@ def when(is_done: Callable[[], bool], what: str = "an event") -> Completion:
 
 
 class _Dispatcher:
-    """The thread that waits for the engines' completions and runs callbacks. One a process."""
+    """The one thread per process that waits for the engines' completions and runs callbacks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -284,7 +284,7 @@ class _Dispatcher:
 
     @whole
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` in the thread; after `stop`, here."""
+        """Run `function` in the thread; after `stop`, in the caller."""
         with self._lock:
             if not self._stopped:
                 self._calls.append(function)
@@ -304,12 +304,12 @@ class _Dispatcher:
         with self._lock:
             self._sources[fd] = take
             epoll = self._wake()
-            # By edges: an outcome that a waiting thread has claimed leaves the descriptor readable until it is taken.
+            # Edge-triggered: an outcome claimed by a waiting thread leaves the descriptor readable until it is taken.
             epoll.register(fd, select.EPOLLIN | select.EPOLLET)
 
     @whole
     def unwatch(self, fd: int, take: Callable[[], None]) -> None:
-        """Nothing where `fd` is another's by now."""
+        """Stop watching `fd`; a no-op if it belongs to another `take` by now."""
         with self._lock:
             if self._sources.get(fd) is take:
                 del self._sources[fd]
@@ -319,13 +319,13 @@ class _Dispatcher:
                     self._wake()
 
     def unwatch_soon(self, fd: int, take: Callable[[], None]) -> None:
-        """The same, in the thread; without the lock, which whoever is collected may be in the middle of."""
-        if self._sources.get(fd) is take:  # so there is a thread
+        """Call `unwatch` in the thread. Takes no lock, since a finalizer may interrupt its holder."""
+        if self._sources.get(fd) is take:  # then the thread exists
             self._calls.append(functools.partial(self.unwatch, fd, take))
             os.eventfd_write(self._wake_fd, 1)
 
     def _wake(self) -> select.epoll:
-        """With the lock held: what the thread, which runs now, waits by."""
+        """Start the thread if necessary, wake it, and return its epoll object. Requires `_lock`."""
         epoll = self._epoll
         if self._thread is None or epoll is None:
             epoll, self._wake_fd = select.epoll(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -340,7 +340,7 @@ class _Dispatcher:
         return epoll
 
     def _run(self, epoll: select.epoll, wake_fd: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals belong to the main thread
         while True:
             if self._questions:
                 time.sleep(_POLL_S)
@@ -378,13 +378,13 @@ class _Dispatcher:
                 completion._settle(error=error)
 
     def abandon(self) -> None:
-        """In a forked child: the descriptors are copies of the parent's, and the thread is not there."""
+        """Close descriptors in a forked child: they are copies of the parent's, and the thread does not exist here."""
         if self._epoll is not None:
             self._epoll.close()
             os.close(self._wake_fd)
 
     def stop(self) -> None:
-        """At interpreter exit, after the tiers: run what is due, then end."""
+        """Run what is pending, then end; called at interpreter exit, after the tiers are closed."""
         with self._lock:
             self._stopped = True
             self._sources.clear()
@@ -402,7 +402,7 @@ _dispatcher = _Dispatcher()
 
 
 def in_dispatcher() -> bool:
-    """Whether this is the thread that runs callbacks."""
+    """Return whether the caller runs in the thread that runs callbacks."""
     return _dispatcher.is_this_thread()
 
 
@@ -417,17 +417,20 @@ def watch(fd: int, take: Callable[[], None]) -> None:
 
 
 def unwatch(fd: int, take: Callable[[], None]) -> None:
-    """Before `fd` is closed; `take` as for `watch`, the same object."""
+    """Stop watching `fd`; call it before closing `fd`, with the same `take` object that was passed to `watch`."""
     _dispatcher.unwatch(fd, take)
 
 
 def unwatch_soon(fd: int, take: Callable[[], None]) -> None:
-    """For finalizers, which run at any place of any thread."""
+    """Variant of `unwatch` for finalizers, which may run at any point of any thread."""
     _dispatcher.unwatch_soon(fd, take)
 
 
 def _begin_anew_in_child() -> None:
-    """The parent's thread is not in the child, its locks may be held there, and its descriptors are the parent's."""
+    """Start with a new dispatcher in a forked child.
+
+    The parent's thread does not exist there, its locks may be taken, and its descriptors are the parent's.
+    """
     global _dispatcher, _states
     _dispatcher.abandon()
     _states, _dispatcher = threading.Lock(), _Dispatcher()

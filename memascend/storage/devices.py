@@ -1,9 +1,9 @@
-"""Who uses a device, what lies on it, and whether a store may be made there. Nothing here writes.
+"""Checks of a device: its users, its contents, and whether a store may be created on it. Nothing here writes.
 
-A device is refused when it is mounted, swap, part of LVM, RAID or another mapping, partitioned, carries a known
-signature or any data at all at either end, or holds a store. Beyond that, formatting needs its serial number (of
-a file or a loop device: its path) in so many words, so that no mistyped name can destroy data. The kernel has the
-last word: a block device is opened exclusively (O_EXCL) before anything is written.
+A device is refused if it is mounted, used as swap, part of LVM, RAID or another mapping, partitioned, carries a known
+signature or any data at either end, or holds a store. In addition, formatting requires its exact serial number (for a
+file or a loop device: its path), so that no mistyped name can destroy data. The kernel has the final say: a block
+device is opened exclusively (O_EXCL) before anything is written.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-EDGE_BYTES = 1 << 20  # at either end: where signatures and backups of partition tables lie
+EDGE_BYTES = 1 << 20  # at either end, where signatures and backup partition tables are
 SYS = Path("/sys")
 PROC = Path("/proc")
 
 
 class DeviceRefused(ValueError):
-    """A device that must not be used or overwritten; the message says why, and the fix."""
+    """A device that must not be used or overwritten; the message says why, and how to fix it."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """`magic` at `offset` from the beginning or, if negative, from the end."""
+    """A signature: `magic` at `offset` from the beginning or, if negative, from the end."""
 
     name: str
     offset: int
     magic: bytes
 
 
-# Offsets and magics: util-linux, libblkid/src/superblocks and partitions.
+# Offsets and magic numbers are those of util-linux, libblkid/src/superblocks and partitions.
 SIGNATURES = (
     Signature("ext2/3/4 file system", 0x438, b"\x53\xef"),
     Signature("XFS file system", 0, b"XFSB"),
@@ -61,12 +61,12 @@ SIGNATURES = (
     Signature("RAID member (md 1.1)", 0, b"\xfc\x4e\x2b\xa9"),
     Signature("RAID member (md 1.2)", 4096, b"\xfc\x4e\x2b\xa9"),
 )
-MD_AT_END = (8 << 10, 64 << 10)  # md 1.0 and 0.90, rounded down to 4 and 64 KiB
+MD_AT_END = (8 << 10, 64 << 10)  # md 1.0 and 0.90; positions are rounded down to 4 and 64 KiB
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """`word` is what `format` must be told. `problems` forbid any use, `contents` forbid formatting."""
+    """Findings about a device. `word` confirms formatting; `problems` forbid any use, `contents` forbid formatting."""
 
     path: str
     kind: str  # block, loop, partition or file
@@ -74,13 +74,13 @@ class DeviceReport:
     serial: str | None
     model: str
     word: str
-    owner: str | None  # of the store on it
+    owner: str | None  # owner of the store on the device
     problems: tuple[str, ...]
     contents: tuple[str, ...]
 
 
 def inspect(path: str | os.PathLike[str]) -> DeviceReport:
-    """All that can be told without writing. Raises DeviceRefused for what is no device or file, OSError."""
+    """Inspect a device or file without writing to it. Raises DeviceRefused if it is neither, OSError."""
     name = os.fspath(path)
     status = os.stat(name)
     if stat.S_ISREG(status.st_mode):
@@ -120,7 +120,7 @@ def _inspect_file(name: str, status: os.stat_result) -> DeviceReport:
 
 
 def require_usable(path: str | os.PathLike[str]) -> DeviceReport:
-    """For opening a store: nobody else uses the device. Raises DeviceRefused, OSError."""
+    """Check before opening a store: the path has one, and no other user. Raises DeviceRefused, OSError."""
     report = inspect(path)
     if report.problems:
         raise DeviceRefused(f"{report.path} {report.problems[0]}")
@@ -132,9 +132,9 @@ def require_usable(path: str | os.PathLike[str]) -> DeviceReport:
 
 
 def require_formattable(path: str | os.PathLike[str], word: str | None, discard_contents: bool = False) -> DeviceReport:
-    """For format: free of users and of contents, and called by its word. Raises DeviceRefused, OSError.
+    """Check before formatting: no users, no contents, and the matching `word`. Raises DeviceRefused, OSError.
 
-    `discard_contents` waives data of unknown kind, never a signature, a store or a user.
+    `discard_contents` permits overwriting data of unknown kind, but never a signature, a store or a device in use.
     """
     report = inspect(path)
     if report.problems:
@@ -149,7 +149,7 @@ def require_formattable(path: str | os.PathLike[str], word: str | None, discard_
 
 
 def require_word(report: DeviceReport, word: str | None) -> DeviceReport:
-    """The serial number or path, exactly. Raises DeviceRefused."""
+    """Check that `word` is the exact serial number or path of the device. Raises DeviceRefused."""
     what = "serial number" if report.serial else "path"
     if word is None:
         size = f"{report.size_bytes / 1e9:.1f} GB"
@@ -166,7 +166,7 @@ UNKNOWN_CONTENTS = "data of unknown kind"
 
 
 def _contents(name: str, size: int) -> Iterator[str]:
-    """Signatures, first by our table, then by libblkid; then whether the ends hold anything but zeros."""
+    """Yield signatures, first from our table, then from libblkid; if none, whether either end has non-zero bytes."""
     try:
         with open(name, "rb", buffering=0) as file:
             head = file.read(min(size, EDGE_BYTES))
@@ -207,7 +207,7 @@ def _blkid_hits(name: str) -> Iterator[str]:
 
 
 def _owner(name: str) -> str | None:
-    """Whose store it holds. A superblock that cannot be understood is contents, not a store."""
+    """Return the owner of the store on the device. A superblock that cannot be parsed is contents, not a store."""
     from memascend.storage.native import _C
 
     try:
@@ -218,7 +218,7 @@ def _owner(name: str) -> str | None:
 
 
 def _users(name: str, number: str, node: Path) -> Iterator[str]:
-    """Who has the device, or one of its partitions."""
+    """Yield the users of the device or of its partitions."""
     parts = [part.parent for part in node.glob("*/partition")]
     numbers = {number: name, **{_read(part / "dev"): f"partition {part.name}" for part in parts}}
     for line in _lines(PROC / "self/mountinfo"):
@@ -244,9 +244,9 @@ def _users(name: str, number: str, node: Path) -> Iterator[str]:
 
 
 def _is_claimed(name: str) -> bool:
-    """Whether the kernel, or a store in use by some process, holds it. Our own stores tell by their control file."""
+    """Return whether the kernel has claimed the device. A store of ours is not claimed: its engines negotiate."""
     if _owner(name) is not None:
-        return False  # the engine itself settles who shares a store
+        return False  # the engine itself decides who may share a store
     try:
         os.close(os.open(name, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
     except OSError as error:

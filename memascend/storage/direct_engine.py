@@ -1,11 +1,11 @@
-"""Tensors by name on raw devices: asynchronous, past the file system, found again after a crash.
+"""Named tensors on raw devices: asynchronous I/O that bypasses the file system, and an index that survives crashes.
 
     engine = DirectEngine(["/dev/nvme1n1", "/dev/nvme2n1"], owner="qwen2.5-7b")
     engine.write("layer.3.weight", tensor)
     engine.wait()
     engine.commit()                      # from here on it survives `kill -9` and a power cut
 
-For swapping, where nothing has to survive, an engine is `volatile`; it can make its own file, gone when it closes:
+For swapping, where nothing has to survive, an engine is `volatile`. It can create a file that is removed on close:
 
     engine = DirectEngine.create_file_store("/mnt/nvme", room_for(sizes), owner="run 7")
 
@@ -51,20 +51,20 @@ __all__ = [
 ]
 
 _READS = 100
-# Bounce buffers of a worker: a sector for each command, and a few of a block (direct_worker.h).
+# Bounce buffers per worker: one sector per command, and a few of up to one block (direct_worker.h).
 _SECTOR_BYTES, _LARGE_BOUNCES, _LARGE_BOUNCE_BYTES = 4096, 4, 65536
 TRACE_COLUMNS = ("request", "op", "key", "bytes", "priority", "submitted_ns", "started_ns", "ended_ns", "status")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectEngineConfig:
-    """How requests go to the devices. Validated by the engine.
+    """Options of a `DirectEngine`, which validates them.
 
-    `depth` is commands in the kernel a worker; `backend` is auto (io_uring where the kernel offers it), io_uring or
-    libaio; `checksums`: off, write (kept in the index, compared by verify), full (also compared on whole reads) or
-    auto (full, but off in a volatile engine); tensors from `stripe_bytes` on are striped over all devices;
-    `check_devices` asks the kernel who else uses them. `volatile`: see DirectEngine. `require_direct` refuses
-    (RuntimeError) a file system that refuses O_DIRECT, where the engine uses the page cache otherwise and says so.
+    `depth` is the number of commands per worker in the kernel; `backend` is auto (io_uring if the kernel offers it),
+    io_uring or libaio; `checksums`: off, write (kept in the index, compared by verify), full (also compared on whole
+    reads) or auto (full, but off in a volatile engine); tensors of `stripe_bytes` or more are striped over all devices;
+    `check_devices` asks the kernel whether anyone else uses them. `volatile`: see `DirectEngine`. `require_direct`
+    raises RuntimeError if the file system refuses O_DIRECT; otherwise the engine logs it and uses the page cache.
     """
 
     workers: int = 1
@@ -81,18 +81,18 @@ class DirectEngineConfig:
 
     @property
     def bounce_bytes(self) -> int:
-        """Of each worker, see `DirectEngine`."""
+        """Bytes of bounce buffers per worker (see `DirectEngine`)."""
         return self.depth * _SECTOR_BYTES + _LARGE_BOUNCES * min(self.block_bytes, _LARGE_BOUNCE_BYTES)
 
 
 def swapping_config(workers: int, block_bytes: int, depth: int) -> DirectEngineConfig:
-    """Of an engine for DeepSpeed's swapped tensors; a worker stands for two of the threads that DeepNVMe takes."""
+    """Return the config for DeepSpeed's swapped tensors; one worker replaces two of the threads of DeepNVMe."""
     return DirectEngineConfig(workers=max(1, workers // 2), block_bytes=block_bytes, depth=depth, volatile=True)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the index says. `extents` are (device number, offset, bytes) in the order of the data."""
+    """A tensor's index entry. `extents` are (device number, offset, bytes) in the order of the data."""
 
     bytes: int
     dtype: str
@@ -104,7 +104,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoreSpace:
-    """`reserved_bytes` is space of writes that are not committed, of all processes on the store."""
+    """Space of a store in bytes. `reserved_bytes` belongs to uncommitted writes of all processes on the store."""
 
     data_bytes: int
     free_bytes: int
@@ -115,25 +115,26 @@ class StoreSpace:
 
 
 class DirectEngine(StorageEngine):
-    """Submit from any thread, then wait. Requests are not ordered among each other; of two writes to one key the
-    later wins. The engine keeps tensors in flight alive; their contents must not be changed (or, for reads, used)
-    before the wait. A write is seen by later reads of this process once it has been waited for, and by others and
-    after a crash once it is committed. Not usable in a forked child.
+    """Asynchronous reads and writes of named tensors on a store. Submit from any thread, then wait.
 
-    A *volatile* engine is for swapping, where nothing needs to survive: its tensors are its own (no other engine sees
-    them, and it sees no others), and are gone when it closes or dies; nothing is committed. A write of the size that
-    the key has overwrites it in place: no second version, no index record. A write of another size takes the old
-    one's space. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class),
-    and what the engine keeps in memory is some 500 bytes per tensor, besides the 2 to 3 MiB that a store's processes
-    share.
-    Requests on one key run in the order in which they were submitted, reads side by side, so that a read sees the last
-    write before it; requests on different keys go by priority. A write that fails or is cancelled in flight leaves
-    neither version: reads raise StorageError until all of the tensor is written again. (In an engine that is not
-    volatile, a write that fails or is cancelled changes nothing.)
+    Requests are not ordered among each other; of two writes to one key the later one wins. The engine keeps tensors in
+    flight alive; their contents must not be changed (or, for reads, used) before the wait. Later reads of this process
+    see a write once it has been waited for; other processes, and this one after a crash, once it is committed. Not
+    usable in a forked child.
 
-    Tensors may lie at any address and have any length. What O_DIRECT does not take (memory that is not aligned as the
-    device demands, to 512 bytes at least; the last part of a sector) is copied through bounce buffers, made with the
-    engine: of each worker `DirectEngineConfig.bounce_bytes`, see `bounce_buffers`.
+    A *volatile* engine is for swapping, where nothing needs to survive. Its tensors are private (no other engine sees
+    them, and it sees no others) and are lost when it closes or dies; nothing is committed. A write of unchanged size
+    overwrites the tensor in place: no second version, no index record. A write of another size first frees the old
+    space. So the space in use is that of the tensors, rounded up to units (4096 bytes in a file of this class), and the
+    engine needs about 500 bytes of memory per tensor, plus the 2 to 3 MiB that a store's processes share.
+    Requests on one key run in submission order, with reads in parallel, so that a read sees the last write before it;
+    requests on different keys run by priority. A write that fails or is cancelled in flight leaves neither version:
+    reads raise StorageError until the whole tensor is written again. (In an engine that is not volatile, a write that
+    fails or is cancelled changes nothing.)
+
+    Tensors may have any address and any length. What O_DIRECT does not accept (memory that is not aligned as the device
+    demands, to 512 bytes at least; the last partial sector) is copied through bounce buffers, which are allocated with
+    the engine: `DirectEngineConfig.bounce_bytes` per worker, see `bounce_buffers`.
     """
 
     _native: _C.DirectEngine
@@ -145,8 +146,9 @@ class DirectEngine(StorageEngine):
         config: DirectEngineConfig | None = None,
         faults: _C.FaultLayer | None = None,
     ) -> None:
-        """All devices of one formatted store, in any order; `owner` as when it was formatted. `faults` is for tests:
-        what stands between the engine and the kernel.
+        """Open a formatted store: all of its `devices`, in any order, and the `owner` given when it was formatted.
+
+        `faults` is for tests: a layer between the engine and the kernel that injects faults.
 
         Raises ValueError, RuntimeError (foreign, incomplete or damaged store), StorageError, DeviceRefused.
         """
@@ -181,7 +183,7 @@ class DirectEngine(StorageEngine):
         self._tell_if_buffered()
         self._scratch: ScratchFile | None = None
         self._pid = os.getpid()
-        # Also at interpreter exit: what was submitted is written; what was not committed is forgotten.
+        # Also runs at interpreter exit: submitted requests complete; uncommitted changes are discarded.
         self._finalizer = weakref.finalize(self, _end, self._native, self._store, self._pid, None)
 
     @classmethod
@@ -194,11 +196,11 @@ class DirectEngine(StorageEngine):
         preallocate: bool = True,
         faults: _C.FaultLayer | None = None,
     ) -> DirectEngine:
-        """A volatile engine on a file of its own in `folder`, with room for `size_bytes` of tensors (`room_for`).
+        """Return a volatile engine on a new file in `folder`, with space for `size_bytes` of tensors (`room_for`).
 
         The file is removed when the engine closes. Files that killed processes have left in the folder are removed
-        first. `preallocate` takes the space on the file system now, so that no write fails for want of it; without it
-        the file is sparse, and takes what is written. Raises StorageError: no room (ENOSPC), no such folder.
+        first. `preallocate` allocates the space on the file system now, so that no write fails for lack of it; without
+        it the file is sparse and grows as it is written. Raises StorageError: no space (ENOSPC), no such folder.
         """
         config = replace(config or DirectEngineConfig(), volatile=True, check_devices=False)
         collect_scratch_files(folder, config.control_folder)
@@ -219,9 +221,9 @@ class DirectEngine(StorageEngine):
         return engine
 
     def grow(self, size_bytes: int, preallocate: bool = True) -> None:
-        """Room for `size_bytes` of tensors in all, in the file of `create_file_store`; never less than there is.
+        """Grow the file of `create_file_store` to `size_bytes` of tensors in total; it never shrinks.
 
-        Not while another process uses the file. Raises StorageError (ENOSPC), RuntimeError.
+        Must not be called while another process uses the file. Raises StorageError (ENOSPC), RuntimeError.
         """
         if self._scratch is None:
             raise RuntimeError("grow: only an engine made by create_file_store can grow")
@@ -231,56 +233,58 @@ class DirectEngine(StorageEngine):
         self._store.grow(size_bytes, preallocate)
 
     def write(self, key: str, tensor: torch.Tensor, priority: int = 0) -> int:
-        """Write the contiguous CPU `tensor` under `key`; higher priorities go first. Returns the request's number.
+        """Write the contiguous CPU `tensor` under `key`; higher priorities go first. Return the request's number.
 
-        Raises ValueError, and StorageError (ENOSPC) when there is no space for another version (volatile: for another
-        size); what the key had it has still.
+        Raises ValueError, and StorageError (ENOSPC) if there is no space for another version (volatile: for another
+        size); `key` then keeps its previous content.
         """
         return self._native.write(key, tensor, str(tensor.dtype).removeprefix("torch."), priority)
 
     def write_part(self, key: str, tensor: torch.Tensor, offset: int, priority: int = 0) -> int:
-        """Volatile only: write `tensor` over the bytes of `key` from `offset` on, a tensor that has been written.
+        """Overwrite a stored tensor from byte `offset` on; volatile engines only. Return the request's number.
 
-        The part begins at a multiple of 4096 bytes and ends at one, or at the tensor's end. Raises ValueError.
+        The part begins at a multiple of 4096 bytes, and ends at one or at the tensor's end. Raises ValueError.
         """
         return self._native.write_part(key, tensor, offset, priority)
 
     def read(self, key: str, tensor: torch.Tensor, offset: int = 0, priority: int = 0) -> int:
-        """Fill the contiguous CPU `tensor` from byte `offset` of `key` on. Returns the request's number.
+        """Fill the contiguous CPU `tensor` from byte `offset` of `key` on. Return the request's number.
 
-        Raises ValueError where there is no such tensor or range.
+        Raises ValueError if there is no such tensor or range.
         """
         return self._native.read(key, tensor, offset, priority)
 
     def read_new(self, key: str, priority: int = 0) -> torch.Tensor:
-        """The tensor stored under `key`, in memory of its own, waited for: one whole version of it, also while others
-        write. Raises KeyError, StorageError.
+        """Read the tensor stored under `key` into new memory, and wait for it.
+
+        The result is one consistent version, even while others write. Raises KeyError, StorageError, and TimeoutError
+        if `key` is overwritten faster than it can be read.
         """
         for _ in range(_READS):
             stored = self.info(key)
             out = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
             try:
                 self.wait(self.read(key, out, priority=priority))
-            except (StorageError, ValueError):  # it may have become smaller on the way
+            except (StorageError, ValueError):  # the tensor may have become smaller meanwhile
                 if self.info(key).generation == stored.generation:
                     raise
-            # With another generation it may have another size or type: what was read could be a part of it.
+            # Another generation may have another size or dtype, so the data read may be only a part of it.
             if self.info(key).generation == stored.generation:
                 return out
         raise TimeoutError(f"'{key}' is being overwritten faster than it can be read")
 
     def commit(self) -> int:
-        """Make all changes that were waited for durable, all or none, and visible to other processes.
+        """Make all changes that were waited for durable, atomically, and visible to other processes.
 
-        Returns their number. Raises StorageError; after a failed flush nothing more is accepted: close the store in
-        all processes, open it again and verify. RuntimeError: a volatile engine keeps nothing.
+        Returns their number. Raises StorageError; after a failed flush the store accepts nothing more: close it in all
+        processes, open it again and verify. Raises RuntimeError in a volatile engine.
         """
         if self.config.volatile:
             raise RuntimeError("commit: a volatile engine persists nothing: open the store without `volatile`")
         return self._store.commit()
 
     def erase(self, key: str) -> bool:
-        """Forget a tensor, for good with the next commit (volatile: at once). False: there is none."""
+        """Remove a tensor, permanently with the next commit (volatile: at once). False if there is none."""
         return self._native.erase(key)
 
     def info(self, key: str) -> StoredTensor:
@@ -293,45 +297,49 @@ class DirectEngine(StorageEngine):
         return self._native.find(key) is not None
 
     def items(self) -> list[tuple[str, StoredTensor]]:
-        """All tensors by key, those not yet committed included."""
+        """Return all tensors by key, uncommitted ones included."""
         return [(key, StoredTensor(**found)) for key, found in self._native.list()]
 
     def verify(self, keys: Iterable[str] | None = None) -> dict[str, str]:
-        """What is wrong with which tensor; empty if all are whole. Reads them from the devices."""
+        """Read tensors from the devices and return the problem of each damaged one by key; empty if all are intact."""
         names = [key for key, _ in self.items()] if keys is None else list(keys)
         checked = ((key, self._native.verify(key)) for key in names)
         return {key: problem for key, problem in checked if problem}
 
     def register_buffer(self, tensor: torch.Tensor) -> bool:
-        """Pin the tensor's memory in the rings: transfers from and to it, and its views, need no page look-up.
+        """Register the tensor's memory with the io_uring rings, so that transfers need no page look-up.
 
-        For buffers that live long: each worker pins them, against the limit on locked memory. Until
-        `unregister_buffer` or `close` the engine keeps the memory alive, and forked children do not get it. False: not
-        possible (libaio, locked memory limit, 256 pieces of up to 1 GiB are registered); transfers work all the same.
+        This applies to transfers to and from the tensor and its views. It is meant for long-lived buffers: each worker
+        pins them, which counts against the locked memory limit. Until `unregister_buffer` or `close` the engine keeps
+        the memory alive, and forked children do not get it. Returns False if that is not possible (libaio, locked
+        memory limit, 256 pieces of up to 1 GiB are registered); transfers work all the same.
         """
         return self._native.register_buffer(tensor)
 
     def unregister_buffer(self, tensor: torch.Tensor) -> bool:
-        """Undo `register_buffer` of this tensor (by its address): when it returns, the memory can be freed.
+        """Undo `register_buffer` of this tensor (by its address); the memory can be freed when this returns.
 
-        Requests in flight end as they are. False: it was not registered.
+        Requests in flight are not affected. Returns False if the tensor was not registered.
         """
         return self._native.unregister_buffer(tensor)
 
     @property
     def uncommitted(self) -> int:
-        """Changes that `commit` would make durable."""
+        """Number of changes that `commit` would make durable."""
         return self._store.uncommitted()
 
     def space(self) -> StoreSpace:
         return StoreSpace(**self._store.space())
 
     def collect(self) -> int:
-        """Rewrite the log with live records only, free what dead processes had reserved; returns their number."""
+        """Compact the log to its live records and free dead processes' reservations; return how many were freed."""
         return self._store.collect()
 
     def write_trace(self, path: str | os.PathLike[str]) -> int:
-        """Append the requests that ended since the last call to a CSV (TRACE_COLUMNS, CLOCK_MONOTONIC nanoseconds)."""
+        """Append the requests that ended since the last call to a CSV (TRACE_COLUMNS); return their number.
+
+        Times are in nanoseconds of CLOCK_MONOTONIC.
+        """
         rows = self._native.drain_trace()
         target = Path(path)
         fresh = not target.exists() or target.stat().st_size == 0
@@ -343,10 +351,10 @@ class DirectEngine(StorageEngine):
         return len(rows)
 
     def close(self) -> None:
-        """End all requests and the threads, and leave the store. What was not committed is forgotten. Idempotent.
+        """End all requests and the threads, and leave the store. Uncommitted changes are discarded. Idempotent.
 
-        After Ctrl-C, what hangs is left to the end of the process, with a warning that names the device or file: the
-        memory of its transfers must not be used again.
+        After Ctrl-C, requests that hang are left until the process ends, with a warning that names the device or file:
+        the memory of their transfers must not be used again.
         """
         self._finalizer()
         self._native = self._store = None  # type: ignore[assignment]  # later calls are AttributeErrors
@@ -370,14 +378,14 @@ class DirectEngine(StorageEngine):
 
     @property
     def backend(self) -> str:
-        """io_uring or libaio."""
+        """Either io_uring or libaio."""
         return self._native.backend
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
-        """Host memory for transfers that O_DIRECT does not take as they are: (address, bytes), one per worker.
+        """Host memory for transfers that O_DIRECT does not accept as they are: (address, bytes), one per worker.
 
-        Pageable, resident and of this size from the engine's start to its end.
+        Pageable and resident, with this size from the engine's start to its end.
         """
         return self._native.bounce_buffers
 

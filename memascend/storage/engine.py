@@ -1,10 +1,10 @@
-"""What the direct and the file engine have in common: how requests end, and what is counted.
+"""Common parts of the direct and the file engine: outcomes of requests, and statistics.
 
-A submission returns the request's number. Its outcome is reported once, by whichever of these asks first:
+A submission returns the request's number. Its outcome is reported once, by whichever of these comes first:
 
 - ``wait(request)`` or ``wait()`` block a thread;
-- ``take_ended()`` does not block: an event loop polls ``completion_fd`` and takes what has ended, so that a transfer
-  can be followed by the next step without a thread that waits for it.
+- ``take_ended()`` does not block: an event loop polls ``completion_fd`` and takes what has ended, so that the next step
+  can follow a transfer without a thread that waits for it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["EngineStatistics", "Outcome", "RequestCancelled", "StorageEngine", "
 
 log = logging.getLogger("memascend")
 
-_told_about: set[int] = set()  # file systems whose page cache is used, by device number
+_told_about: set[int] = set()  # file systems whose use of the page cache was logged, by device number
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Since the engine was made. Latencies are of commands: (least microseconds of the bucket, count).
+    """Counters since the engine was created. Latencies are histograms of commands: (lower bound in us, count).
 
-    `requests` have ended, failed and cancelled ones included. `commands` went to the kernel; `repeated` of them were
-    interrupted or refused for the moment. Of the bytes, `bounced_bytes` were copied through a bounce buffer and
-    `buffered_bytes` through the page cache; `direct` is False where a file system refuses O_DIRECT. `reading_s` and
-    `writing_s`: while at least one read, one write was in flight, from submission to end. `reread`: reads begun again
+    `requests` have ended, including failed and cancelled ones. `commands` went to the kernel; `repeated` of them were
+    interrupted or temporarily refused. `bounced_bytes` were copied through a bounce buffer, `buffered_bytes` through
+    the page cache; `direct` is False if a file system refuses O_DIRECT. `reading_s` and `writing_s` are the seconds in
+    which at least one read or write was in flight, from submission to end. `reread` counts reads that were restarted
     because the tensor was written meanwhile.
     """
 
@@ -62,14 +62,14 @@ class EngineStatistics:
 
 
 class Outcome(NamedTuple):
-    """How a request ended: well if it was not cancelled and `failure` is None."""
+    """The end of a request; it succeeded if it was not cancelled and `failure` is None."""
 
     request: int
     cancelled: bool
     failure: StorageError | None
 
     def check(self) -> None:
-        """Raises the StorageError of a failed request, RequestCancelled for a cancelled one."""
+        """Raise the StorageError of a failed request, or RequestCancelled for a cancelled one."""
         if self.failure is not None:
             raise self.failure
         if self.cancelled:
@@ -81,7 +81,7 @@ class RequestCancelled(RuntimeError):
 
 
 class StorageEngine:
-    """Base of the engines. Thread-safe; not usable in a forked child."""
+    """Base class of the engines. Thread-safe; not usable in a forked child."""
 
     _native: _C._Engine
     _finalizer: weakref.finalize[..., Any]
@@ -89,12 +89,12 @@ class StorageEngine:
     _told = False
 
     def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
-        """Block until `request`, or everything submitted, has ended; returns how many are reported by this call.
+        """Block until `request`, or everything submitted, has ended; return how many requests this call reports.
 
-        Other threads run meanwhile. Raises StorageError for the (first) failed request, RequestCancelled for a
-        cancelled one that was named, ValueError for a number that is unknown or reported already (by `take_ended`, or
-        by another wait), TimeoutError when `timeout_s` is up: then nothing has been reported, and waiting again is
-        right.
+        Other threads run meanwhile. Raises StorageError for the (first) failed request; RequestCancelled if `request`
+        was cancelled; ValueError for a number that is unknown or was already reported (by `take_ended`, or by
+        another wait); TimeoutError after `timeout_s` seconds, in which case nothing was reported, and the wait may be
+        repeated.
         """
         seconds = -1.0 if timeout_s is None else max(0.0, timeout_s)
         if request is None:
@@ -111,55 +111,59 @@ class StorageEngine:
         return len(outcomes)
 
     def take_ended(self) -> list[Outcome]:
-        """The outcomes of requests that have ended and were not reported yet; does not block, raises no StorageError.
+        """Return the outcomes of ended requests that were not reported yet. Does not block or raise StorageError.
 
-        Those that another thread waits for by number are left to it; `wait()` without a number does not report again
-        what was taken, and `wait(request)` raises ValueError for it.
+        Requests that another thread waits for by number are left to it. What was taken is not reported again: `wait()`
+        skips it, and `wait(request)` raises ValueError for it.
         """
         self._tell_if_buffered()
         return [Outcome(number, gone, _error_of(failure)) for number, gone, failure in self._native.take_ended()]
 
     @property
     def completion_fd(self) -> int:
-        """A descriptor (eventfd, nonblocking) that is readable while outcomes wait to be reported: for select, epoll or
-        ``loop.add_reader(engine.completion_fd, on_ready)`` with an `on_ready` that calls `take_ended`. Reading it is
-        not necessary. It belongs to the engine, and is closed with it: remove it from the loop first.
+        """An eventfd (nonblocking) that is readable while outcomes wait to be reported.
 
-        Between a poll and `take_ended`, a wait of another thread may have reported what had ended: the list is then
-        empty.
+        Use it with select, epoll or ``loop.add_reader(engine.completion_fd, on_ready)``, where `on_ready` calls
+        `take_ended`. Reading it is not necessary. The engine owns and closes it: remove it from the loop first.
+
+        Between a poll and `take_ended`, a wait of another thread may report what had ended; the list is then empty.
         """
         return self._native.completion_fd
 
     def cancel(self, request: int) -> bool:
-        """Drop what of the request has not gone to the kernel. False: it has ended. It still has to be waited for, or
-        taken."""
+        """Drop the parts of the request that have not gone to the kernel. False if it has ended.
+
+        Its outcome must still be waited for or taken.
+        """
         return self._native.cancel(request)
 
     def end(self) -> None:
-        """End all requests, then the threads; submissions raise RuntimeError. What has ended can still be taken.
+        """End all requests, then the threads; submissions raise RuntimeError. Outcomes can still be taken.
 
-        Idempotent; `close` does it too. After Ctrl-C it leaves what hangs, as `close`.
+        Idempotent; `close` does this too. After Ctrl-C, requests that hang are left, as in `close`.
         """
         if not end_engine(self._native, self._place, self._pid):
             self._finalizer.detach()
 
     def close(self) -> None:
-        """`end`, and give back what the engine holds. Idempotent."""
+        """Call `end`, and release the engine's resources. Idempotent."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Let it be: requests that hang, threads, and the memory of both stay until the process has ended, which does
-        not wait for them. Nothing may be submitted or waited for any more."""
+        """Abandon the engine: hanging requests, threads and their memory stay until the process ends.
+
+        The exit of the process does not wait for them. Nothing may be submitted or waited for afterwards.
+        """
         self._finalizer.detach()
         self._native.leave()
 
     def progress(self) -> object:
-        """Equal as long as nothing moves."""
+        """Return counters that stay equal while nothing moves."""
         return moved_by(self._native)
 
     @property
     def pending(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._native.pending
 
     @property
@@ -168,8 +172,11 @@ class StorageEngine:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache. False where a file system refuses O_DIRECT: of the direct engine
-        from its start, of the file engine from the first request on such a file; the logger "memascend" tells once."""
+        """Whether transfers bypass the page cache; False if a file system refuses O_DIRECT.
+
+        The direct engine knows that from its start, the file engine from the first request on such a file. The logger
+        "memascend" reports it once.
+        """
         return not self._native.buffered_path
 
     def _tell_if_buffered(self) -> None:
@@ -178,7 +185,7 @@ class StorageEngine:
         self._told = True
         try:
             device = os.stat(path).st_dev
-        except OSError:  # removed by now
+        except OSError:  # removed meanwhile
             return
         if device not in _told_about:
             _told_about.add(device)
@@ -200,7 +207,7 @@ def _error_of(failure: Failure | None) -> StorageError | None:
 
 
 def quantile_us(histogram: Sequence[tuple[int, int]], share: float) -> float:
-    """The latency below which `share` of the commands lie, by bucket (an eighth wide); NaN of none."""
+    """Return the latency quantile `share` as the lower bound of its bucket (an eighth wide), in us; NaN if empty."""
     total = sum(count for _, count in histogram)
     seen = 0
     for floor, count in histogram:

@@ -1,4 +1,4 @@
-"""The transfers of one engine as completions."""
+"""Completions for the requests of one engine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memascend.storage.engine import StorageEngine
 from memascend.storage.errors import StorageError
 from memascend.storage.interrupts import whole
 
-_SLICE_S = interrupts.SLICE_S  # of a wait, after which it looks whether Ctrl-C has come, or the engine was left
-_LOST_S = 0.5  # after which an outcome that nobody reports is looked for
+_SLICE_S = interrupts.SLICE_S  # slice of a wait, after which it checks for Ctrl-C and for an abandoned engine
+_LOST_S = 0.5  # time after which an outcome that nobody reports is searched for
 
 
 class Transfer(Completion):
-    """A request of an engine; before its turn on its key it has no number."""
+    """The completion of an engine request. It has no number until its turn on its key comes."""
 
     def __init__(self, what: str, requests: Requests, at_end: Callable[[BaseException | None], None]) -> None:
         super().__init__(what)
@@ -32,7 +32,7 @@ class Transfer(Completion):
 
     @whole
     def begin(self, submit: Callable[[], int]) -> None:
-        """In its turn, later than the call that made it: what `submit` raises is its end."""
+        """Submit the request in its turn; an error of `submit` becomes the transfer's error."""
         try:
             if self._cancelled:
                 raise RequestCancelled(f"{self._what} was cancelled")
@@ -42,9 +42,9 @@ class Transfer(Completion):
 
     @whole
     def end(self, error: BaseException | None) -> None:
-        at_end, self._at_end = self._at_end, None  # which holds this transfer and its tier
-        if at_end is not None:  # else it has begun to end, and was interrupted
-            at_end(error)  # first: whoever waits sees what it has changed
+        at_end, self._at_end = self._at_end, None  # breaks the reference to this transfer and its tier
+        if at_end is not None:  # else it was already ending, and was interrupted
+            at_end(error)  # before settling, so that waiters see its effects
         self._settle(error=error)
 
     def done(self) -> bool:
@@ -61,7 +61,7 @@ class Transfer(Completion):
 
     @whole
     def _block(self, timeout_s: float | None) -> None:
-        """Without the dispatcher, as long as nobody needs it: then no other thread has to run for this one's end."""
+        """Wait in the engine, without the dispatcher while nobody needs it, so no other thread has to run for this."""
         number = self._number
         if number is None or self._pid != os.getpid() or completions.in_dispatcher():
             super()._block(timeout_s)
@@ -70,7 +70,7 @@ class Transfer(Completion):
 
     @whole
     def _await_report(self, number: int, timeout_s: float | None) -> None:
-        """By the thread that has taken the outcome; Ctrl-C may have come between its taking it and its telling."""
+        """Wait for the thread that took the outcome to report it. Ctrl-C may have come between taking and reporting."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = _LOST_S if deadline is None else min(_LOST_S, max(0.0, deadline - time.monotonic()))
@@ -86,14 +86,14 @@ class Transfer(Completion):
 
 
 class Requests:
-    """The transfers of one engine by number. Their outcomes come from whoever waits, or from the dispatcher.
+    """The transfers of one engine by number. Waiting threads or the dispatcher report their outcomes.
 
-    The dispatcher holds it as long as there are transfers in flight, and no longer: an engine that is dropped without
-    `close` ends.
+    The dispatcher keeps this object alive only while transfers are in flight: an engine that is dropped without `close`
+    ends.
     """
 
-    _MANY = 1024  # outcomes that nobody has asked for are collected every so many submissions
-    _at_work: ClassVar[set[Requests]] = set()  # those that the dispatcher is going to take outcomes of
+    _MANY = 1024  # unclaimed outcomes are collected every so many submissions
+    _at_work: ClassVar[set[Requests]] = set()  # instances with transfers in flight that the dispatcher serves
 
     def __init__(self, engine: StorageEngine) -> None:
         self.engine = engine
@@ -102,11 +102,11 @@ class Requests:
         self._fd = -1
         self._submitted = 0
         self._closed = self._left = False
-        self._reporting: set[int] = set()  # threads that may have taken an outcome and not yet told of it
+        self._reporting: set[int] = set()  # threads that may have taken an outcome and not yet reported it
 
     @whole
     def submit(self, transfer: Transfer, submit: Callable[[], int]) -> None:
-        with self._lock:  # so that nobody takes the outcome before its transfer is known
+        with self._lock:  # so that no outcome is taken before its transfer is known
             if self._closed:
                 raise RuntimeError(f"{transfer._what}: the tier is closed")
             transfer._number = number = submit()
@@ -120,7 +120,7 @@ class Requests:
 
     @whole
     def watch(self) -> None:
-        """From now on the dispatcher takes what ends."""
+        """Let the dispatcher report outcomes from now on."""
         with self._lock:
             if self._fd < 0 and not self._closed:
                 self._fd, self._take = self.engine.completion_fd, _taking(self)
@@ -137,7 +137,7 @@ class Requests:
 
     @whole
     def wait_for(self, number: int, timeout_s: float | None, what: str) -> bool:
-        """Block until the request has ended, and report it. False: somebody else is about to."""
+        """Block until the request has ended, and report it. False if another thread is about to report it."""
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         leaving.begin_if_asked()
@@ -147,7 +147,7 @@ class Requests:
             while not self._left:
                 left_s = _SLICE_S if deadline is None else min(_SLICE_S, max(0.0, deadline - time.monotonic()))
                 try:
-                    interrupts.check()  # here alone: what has ended is told
+                    interrupts.check()  # only here, so that an ended request is always reported
                     self.engine.wait(number, left_s)
                 except TimeoutError:
                     if deadline is not None and time.monotonic() >= deadline:
@@ -155,9 +155,9 @@ class Requests:
                     continue
                 except (StorageError, RequestCancelled) as caught:
                     error = caught
-                except (ValueError, AttributeError):  # its outcome was taken; or the engine has been closed meanwhile
+                except (ValueError, AttributeError):  # its outcome was taken, or the engine was closed meanwhile
                     return False
-                except BaseException:  # of a signal's handler, Ctrl-C's for instance
+                except BaseException:  # raised by a signal handler, such as Ctrl-C's
                     leaving.begin()
                     raise
                 self._ended(number, error)
@@ -168,8 +168,8 @@ class Requests:
 
     @whole
     def lost(self, number: int) -> bool:
-        """Whether nobody is about to report a request whose outcome was taken; then it is forgotten."""
-        if self._left:  # whoever left the engine ends its transfers
+        """Return whether nobody will report a request whose outcome was taken, and forget the request if so."""
+        if self._left:  # whoever abandoned the engine ends its transfers
             return False
         with self._lock:
             if self._reporting - {threading.get_ident()}:
@@ -181,7 +181,7 @@ class Requests:
 
     @whole
     def collect(self) -> None:
-        """Report what has ended, where the dispatcher does not. Does not block."""
+        """Report what has ended, unless the dispatcher does that. Does not block."""
         with self._lock:
             needed = self._fd < 0 and not self._closed
         if needed:
@@ -205,25 +205,25 @@ class Requests:
             transfer = self._live.pop(number, None)
             if not self._live:
                 self._at_work.discard(self)
-        # None: Ctrl-C came when it had been submitted, and whoever asked for it never got it.
+        # None: Ctrl-C came right after the submission, and the caller never got the transfer.
         if transfer is not None and not self._left:
             transfer.end(error)
 
     def progress(self) -> object:
-        """Equal as long as nothing moves."""
+        """Return counters that stay equal while nothing moves."""
         engine = self.engine
         return None if engine is None else engine.progress()
 
     def leave(self) -> None:
-        """The engine stays as it is until the process ends, and nobody is told any more of what ends there."""
-        self._left = self._closed = True  # without the lock: a call that holds it may hang
+        """Abandon the engine as it is until the process ends; nothing that ends there is reported any more."""
+        self._left = self._closed = True  # without the lock, since a call that holds it may hang
         self._unwatch()
         if self.engine is not None:
             self.engine.leave()
 
     @whole
     def close(self) -> None:
-        """End the requests, then the engine; not one that was left."""
+        """End the requests, then the engine, unless it was abandoned."""
         if self._left:
             return
         with self._lock:
@@ -232,7 +232,7 @@ class Requests:
         self.engine.end()
         self.take()
         self.engine.close()
-        self.engine = None  # type: ignore[assignment]  # with its descriptor; later calls are AttributeErrors
+        self.engine = None  # type: ignore[assignment]  # releases its descriptor; later calls are AttributeErrors
 
     def _unwatch(self) -> None:
         fd, self._fd = self._fd, -1
@@ -243,7 +243,7 @@ class Requests:
 
 
 def _taking(requests: Requests) -> Callable[[], None]:
-    """Its `take`, for the dispatcher, which does not keep it alive."""
+    """Return a callback for the dispatcher that calls `take` without keeping `requests` alive."""
     there = weakref.ref(requests)
 
     def take() -> None:
@@ -253,4 +253,4 @@ def _taking(requests: Requests) -> Callable[[], None]:
     return take
 
 
-os.register_at_fork(after_in_child=Requests._at_work.clear)  # the parent's
+os.register_at_fork(after_in_child=Requests._at_work.clear)  # they are the parent's

@@ -1,4 +1,4 @@
-"""What the tiers over the two engines have in common."""
+"""Common implementation of the tiers over the two engines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from memascend.storage.tier_base import TierBase, require_memory
 
 
 class EngineTier(TierBase):
-    """What tiers over the engines have in common."""
+    """Base of the tiers over engines: submits requests to one or more engines and settles their completions."""
 
     def __init__(self, place: str, engines: Sequence[StorageEngine], *, ordered: bool) -> None:
-        """`place` for messages; `ordered`: the engine orders the transfers of a key itself."""
+        """`place` is for messages. `ordered`: the engine itself orders the transfers of a key."""
         super().__init__(place)
         self._all = [Requests(engine) for engine in engines]
         self._queue = None if ordered else KeyQueue()
-        self._broken: set[str] = set()  # the last write failed or was cancelled
+        self._broken: set[str] = set()  # keys whose last write failed or was cancelled
 
-    # -- what an engine does -------------------------------------------------------------------------------------------
+    # -- operations that depend on the engine --------------------------------------------------------------------------
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         raise NotImplementedError
@@ -38,10 +38,10 @@ class EngineTier(TierBase):
         raise NotImplementedError
 
     def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
-        """With the lock held, before a tensor of `nbytes` takes the place of one of `before`. Raises StorageError."""
+        """Provide space before a tensor of `nbytes` replaces one of `before`. Requires `_lock`. Raises StorageError."""
 
     def _free_room(self, nbytes: int) -> None:
-        """With the lock held, after a tensor is gone."""
+        """Account for the space of a removed tensor. Requires `_lock`."""
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class EngineTier(TierBase):
 
     @property
     def used_bytes(self) -> int:
-        """Of the tensors, rounded up to the units that they take."""
+        """Bytes of the tensors, rounded up to allocation units."""
         with self._lock:
             return sum(room_for([size]) for size in self._sizes.values())
 
@@ -150,7 +150,7 @@ class EngineTier(TierBase):
         return self._all[0]
 
     def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
-        """With the lock held. Raises what `submit` raises, where the key is free."""
+        """Submit a transfer, or queue it for its key. Requires `_lock`. Raises what `submit` raises in this call."""
         turn: Turn | None = None
         queue = self._queue
 

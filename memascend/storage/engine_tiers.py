@@ -1,4 +1,4 @@
-"""The tiers over the two engines (`memascend.storage.tier` has the contract)."""
+"""The tiers over the two engines (see `memascend.storage.tier` for the contract)."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ from memascend.storage.shared_memory import CONTROL_FOLDER, control_file_bytes
 
 __all__ = ["DirectTier", "FileTier"]
 
-# A file that has to grow while tensors come takes an eighth more than they need, so that it does not grow with each of
-# them; where the volume has not that much, it takes just what they need.
+# When a file must grow for new tensors, it grows by an eighth more than they need, so that it does not grow with each
+# of them. If the volume does not have that much, it grows by exactly what they need.
 _GROWTH, _LEAST_GROWTH_BYTES, _MOST_GROWTH_BYTES = 0.125, 1 << 20, 1 << 30
 _INDEX_BYTES = (1 << 20) + (8 << 10)  # before the tensors: superblocks, and a log that stays empty
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NAME_BYTES = 200  # of a file's name; file systems take 255
+_NAME_BYTES = 200  # limit for file names; file systems allow 255
 
 
 def scratch_file_bytes(sizes: Iterable[int]) -> int:
-    """What the file of `DirectTier.in_file` and its control file take when tensors of these sizes have come, in this
-    order, and there was room to spare."""
+    """Return the bytes of the file of `DirectTier.in_file` and its control file after tensors of these sizes.
+
+    The tensors are written in this order, and the volume had space for the spare part of each growth.
+    """
     used = grown = 0
     for size in sizes:
         used += room_for([size])
@@ -48,7 +50,7 @@ def scratch_file_bytes(sizes: Iterable[int]) -> int:
 
 
 def _file_system(path: Path) -> os.statvfs_result:
-    """Of `path`, or of the folder above it where it was removed while it is open."""
+    """Return statvfs of `path`, or of the nearest existing parent if the open file was removed."""
     for place in (path, *path.parents):
         with contextlib.suppress(FileNotFoundError):
             return os.statvfs(place)
@@ -56,23 +58,22 @@ def _file_system(path: Path) -> os.statvfs_result:
 
 
 def _with_spare(used_bytes: int) -> int:
-    """What a file grows to for tensors of `used_bytes`."""
+    """Return the size to which a file grows for tensors of `used_bytes`."""
     return used_bytes + min(max(int(used_bytes * _GROWTH), _LEAST_GROWTH_BYTES), _MOST_GROWTH_BYTES)
 
 
 class DirectTier(EngineTier):
-    """Over the direct engine: in a file of its own, or on the devices of a store; past the page cache.
+    """Tier over the direct engine: in its own file or on the devices of a store, bypassing the page cache.
 
-    `volatile` (files always): tensors are gone with the tier. Else they are the store's: `commit` makes what was waited
-    for outlast the process.
+    `volatile` (always so for files): tensors are lost when the tier closes. Otherwise they belong to the store:
+    `commit` makes what was waited for persistent.
     """
 
     def __init__(self, engine: DirectEngine) -> None:
         """
         Args:
-            engine: taken over, and closed with the tier. A volatile one orders the transfers of a key itself; in one
-                that is not, a key's transfers go by the tier's own turns, and what a process before has committed is
-                there.
+            engine: owned and closed by the tier. A volatile engine orders the transfers of a key itself; with another
+                one, the tier orders them, and tensors that an earlier process has committed are available.
         """
         self.engine = engine
         self._in_file = engine._scratch is not None
@@ -89,16 +90,16 @@ class DirectTier(EngineTier):
         config: DirectEngineConfig | None = None,
         faults: _C.FaultLayer | None = None,
     ) -> DirectTier:
-        """In a new file, which grows with its tensors and is removed at the end.
+        """Return a tier in a new file, which grows with its tensors and is removed on close.
 
         Args:
-            folder: is there, on the SSD; what killed processes have left in it is removed first.
-            owner: named to whoever finds the file, in 1 to 256 bytes.
+            folder: an existing folder on the SSD; files that killed processes have left in it are removed first.
+            owner: identifies the file's owner to whoever finds it, in 1 to 256 bytes.
             config: default: a volatile engine with one worker.
             faults: for tests.
 
         Raises:
-            StorageError: no room (ENOSPC), no such folder, or a file system that keeps no locks.
+            StorageError: no space (ENOSPC), no such folder, or a file system without file locks.
         """
         return cls(DirectEngine.create_file_store(folder, 0, owner, config, faults=faults))
 
@@ -110,43 +111,43 @@ class DirectTier(EngineTier):
         config: DirectEngineConfig | None = None,
         faults: _C.FaultLayer | None = None,
     ) -> DirectTier:
-        """On a formatted store.
+        """Return a tier on a formatted store.
 
         Args:
-            devices: all of them, in any order.
-            owner: as when it was formatted.
-            config: default: one worker; tensors last as far as they are committed.
+            devices: all of its devices, in any order.
+            owner: the owner given when it was formatted.
+            config: default: one worker; tensors persist once they are committed.
             faults: for tests.
 
         Raises:
-            ValueError, StorageError, DeviceRefused: for a device that cannot be opened, or is somebody else's.
+            ValueError, StorageError, DeviceRefused: a device that cannot be opened or belongs to someone else.
             RuntimeError: a foreign, incomplete or damaged store.
         """
         return cls(DirectEngine(devices, owner, config, faults))
 
     @property
     def direct(self) -> bool:
-        """False where a file system refuses O_DIRECT: tensors go through the page cache."""
+        """Whether transfers bypass the page cache; False if the file system refuses O_DIRECT."""
         self._require_open()
         return self.engine.direct
 
     @property
     def paths(self) -> list[str]:
-        """The file or the devices."""
+        """The tier's file, or its devices."""
         return [] if self._closed else self.engine.paths
 
     def commit(self) -> int:
-        """Make what was waited for durable; returns the number of changes. Raises StorageError, RuntimeError.
+        """Make what was waited for durable; return the number of changes. Raises StorageError, RuntimeError.
 
-        In the main thread Ctrl-C ends the wait for a device that hangs: whether it was committed is then known when
-        the tier has been closed and opened again.
+        In the main thread, Ctrl-C ends the wait for a device that hangs. Whether the commit succeeded is only known
+        after the tier has then been closed and opened again.
         """
         self._require_open()
         return int(self._beside(f"commit of {self._place}", self.engine.commit))
 
     @whole
     def _beside(self, what: str, function: Callable[[], Any]) -> Any:
-        """What the kernel may keep for as long as a device hangs: in the main thread it is waited for as a transfer."""
+        """Run a call that may hang with the device; the main thread waits for it as for a transfer (Ctrl-C works)."""
         if threading.current_thread() is not threading.main_thread():
             return function()
         done = Promise(what)
@@ -190,12 +191,12 @@ class DirectTier(EngineTier):
         return shared(*self._ranges(key), handle, at)
 
     def _ranges(self, key: str) -> tuple[str, list[tuple[int, int]]]:
-        """The engine's file, and (offset, bytes) of the tensor's pieces in it."""
+        """Return the engine's file, and (offset, bytes) of the tensor's extents in it."""
         return self.engine.paths[0], [(offset, length) for _, offset, length in self.engine.info(key).extents]
 
     @property
     def free_bytes(self) -> int:
-        """In a file: also what the file system has left for it to grow."""
+        """Bytes available; for a file this includes the space by which its file system allows it to grow."""
         self._require_open()
         free = self.engine.space().free_bytes
         if self._in_file:
@@ -204,7 +205,7 @@ class DirectTier(EngineTier):
         return free
 
     def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
-        """Space on devices is what it is: a write for which there is none fails."""
+        """Grow the file if necessary. The space on devices is fixed: a write that does not fit fails in the engine."""
         used = self._used_bytes + room_for([nbytes]) - (0 if before is None else room_for([before]))
         if self._in_file and used > self._grown_bytes:
             try:
@@ -212,7 +213,7 @@ class DirectTier(EngineTier):
             except StorageError as error:
                 if error.errno not in _NO_SPACE:
                     raise
-                self._grow(used)  # not that much: then just what is needed
+                self._grow(used)  # not enough for the spare part
         self._used_bytes = used
 
     def _grow(self, size_bytes: int) -> None:
@@ -236,9 +237,9 @@ class DirectTier(EngineTier):
 
 
 class FileTier(EngineTier):
-    """Over the file engine: a file for each tensor, in a folder of its own that is removed at the end.
+    """Tier over the file engine: one file per tensor, in its own folder that is removed on close.
 
-    Reads and writes have threads of their own, so that no read waits behind writes; else there are no priorities.
+    Reads and writes have separate threads, so that no read waits behind writes. Priorities are otherwise ignored.
     """
 
     def __init__(
@@ -251,20 +252,20 @@ class FileTier(EngineTier):
         faults: _C.FaultLayer | None = None,
         require_direct: bool = False,
     ) -> None:
-        """What killed processes have left in `folder` is removed first.
+        """Create the folder and the engines. Files that killed processes have left in `folder` are removed first.
 
         Args:
-            folder: is there, on the SSD; the tier makes a folder of its own in it.
-            owner: named to whoever finds that folder.
-            threads: native threads in each direction, so 2 * threads in all, and as many transfers at once in each; 1
-                to 256.
-            block_bytes: of one system call; a multiple of 4096.
+            folder: an existing folder on the SSD; the tier creates its own folder in it.
+            owner: identifies the owner to whoever finds that folder.
+            threads: native threads per direction (1 to 256), so 2 * threads in total; also the number of concurrent
+                transfers per direction.
+            block_bytes: bytes per system call; a multiple of 4096.
             faults: for tests.
-            require_direct: transfers fail where the file system refuses O_DIRECT; else the page cache serves them.
+            require_direct: transfers fail if the file system refuses O_DIRECT; otherwise they use the page cache.
 
         Raises:
-            StorageError: the folder cannot be made, or its file system keeps no locks.
-            ValueError: for `threads` or `block_bytes`.
+            StorageError: the folder cannot be created, or its file system has no file locks.
+            ValueError: invalid `threads` or `block_bytes`.
             RuntimeError: the system has no more threads.
         """
         collect_scratch_files(folder, CONTROL_FOLDER)
@@ -286,13 +287,13 @@ class FileTier(EngineTier):
 
     @property
     def direct(self) -> bool:
-        """False where the file system refuses O_DIRECT: tensors go through the page cache."""
+        """Whether transfers bypass the page cache; False if the file system refuses O_DIRECT."""
         self._require_open()
         return bool(_C.direct_limits(self._scratch.owner_file)[0])
 
     @property
     def paths(self) -> list[str]:
-        """The folder of the files."""
+        """The folder of the tensors' files."""
         return [self._scratch.path]
 
     def stage(self, key: str, target: Path) -> str | None:
@@ -353,4 +354,4 @@ class FileTier(EngineTier):
 
     def _leave(self) -> None:
         super()._leave()
-        self._finalizer.detach()  # the next process that uses the folder removes it
+        self._finalizer.detach()  # the next process that uses the parent folder removes it

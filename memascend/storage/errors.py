@@ -1,4 +1,4 @@
-"""What goes wrong between memory and a device, and the fix."""
+"""Errors of transfers between memory and devices, with a suggested fix."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 
 class StorageError(OSError):
-    """A transfer, flush or index that is not what it should be. `errno` is None where the kernel reported no error.
+    """A failed transfer or flush, or an invalid index. `errno` is None if the kernel reported no error.
 
-    `path` is the file or device; `offset`, `expected` and `got` are bytes of the piece that failed; `key` is the
-    tensor, where there is one; `others` counts further failed requests.
+    `path` is the file or device; `offset`, `expected` and `got` are in bytes and describe the piece that failed; `key`
+    is the tensor, if there is one; `others` counts further failed requests.
     """
 
-    # More than eight parameters: the fields of a failed request, as the native engines report them (`Failure`).
+    # More than eight parameters: they are the fields of a failed request as the native engines report it (`Failure`).
     def __init__(
         self,
         op: str,
@@ -37,13 +37,16 @@ class StorageError(OSError):
 
     @classmethod
     def of(cls, failure: Failure, others: int = 0) -> StorageError:
-        """The error of a failed request as the native engines report it."""
+        """Return the error for a failed request as the native engines report it."""
         op, key, path, offset, expected, got, errno, reason = failure
         return cls(op, path, offset, expected, got, errno or None, reason, others, key)
 
 
 def hang_error(place: str, seen: str) -> StorageError:
-    """Of transfers to `place` that are given up since they stand still; `seen`: what was looked at, and how long."""
+    """Return the error (ETIMEDOUT) for transfers to `place` that are given up because they make no progress.
+
+    `seen` says what was observed, and for how long.
+    """
     reason = f"{seen}: the drive or the mount hangs: check it (dmesg)"
     return StorageError("transfer", place, 0, 0, 0, codes.ETIMEDOUT, reason)
 
@@ -52,7 +55,7 @@ Failure = tuple[str, str | None, str, int, int, int, int, str]  # op, key, path,
 
 
 def raise_first(failures: Sequence[Failure]) -> None:
-    """Raises StorageError for the first failed request of a wait, if any; it tells how many others there are."""
+    """Raise StorageError for the first failed request of a wait, if any; the message counts the others."""
     if failures:
         raise StorageError.of(failures[0], len(failures) - 1)
 

@@ -1,8 +1,8 @@
-"""A lock between the processes of a machine: first come, first served, and given up by the kernel when a holder dies.
+"""A first-come, first-served lock between the processes of a machine, which the kernel releases when a holder dies.
 
-Who wants the lock takes a number and locks the byte of that number in a shared file, then waits until no lower byte is
-locked any more. The locks belong to open file descriptions, so that those of a killed process fall, whether it held the
-lock or waited for it; and nobody can be overtaken, because numbers only grow.
+To take the lock, a process draws a number, locks the byte of that number in a shared file, and waits until no lower
+byte is locked. The byte locks belong to open file descriptions, so the kernel drops those of a killed process, whether
+it held the lock or waited for it. Nobody can be overtaken, because the numbers only grow.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import weakref
 __all__ = ["FairLock", "name_of_place"]
 
 _COUNTER = struct.Struct("<q")
-_DESK = 8  # the byte that is locked while a number is taken; the counter lies before it
+_DESK = 8  # the byte that is locked while a number is drawn; the counter precedes it
 _FIRST = 16  # the byte of number 0
-_LAST = 1 << 60  # no honest counter gets there; anybody may write the file
-_TURN_S = 120.0  # a process gives its turn up within a second or two where others wait: so long, nobody's turn is
-_DESK_S = 2.0  # a number is taken in microseconds: who holds the desk for longer does so to stop others
+_LAST = 1 << 60  # no well-behaved counter gets this far; but any user may write the file
+_TURN_S = 120.0  # contended locks are given up within a second or two, so no regular turn takes this long
+_DESK_S = 2.0  # drawing a number takes microseconds; whoever holds this byte for longer is blocking others on purpose
 FOLDER = "/dev/shm"
 
 _locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
@@ -38,20 +38,20 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def name_of_place(place: str | os.PathLike[str]) -> str:
-    """One name for all folders of a file system, and for a device: who shares a drive shares a lock. OSError."""
+    """Return one name per device or file system, so that users of one drive share a lock. Raises OSError."""
     status = os.stat(place)
     number = status.st_rdev or status.st_dev
     return f"{os.major(number)}-{os.minor(number)}"
 
 
 class FairLock:
-    """One process's way to the lock called `name`. Not thread-safe, but for `contended` and `close`.
+    """This process's handle of the lock called `name`. Not thread-safe, except `contended` and `close`.
 
-    Processes that do not share `folder` (containers with a /dev/shm of their own) do not share the lock.
+    Processes that do not share `folder` (containers with their own /dev/shm) do not share the lock.
     """
 
     def __init__(self, name: str, folder: str | os.PathLike[str] = FOLDER) -> None:
-        """Raises ValueError (a name that is no file's), OSError."""
+        """Open the lock file. Raises ValueError for a name that is not a valid file name, and OSError."""
         if not re.fullmatch(r"[\w.-]{1,100}", name):
             raise ValueError(f"a lock's name consists of letters, digits, '.', '-' and '_', got {name!r}")
         self.path = os.path.join(folder, f"memascend-path-{name}")
@@ -60,8 +60,10 @@ class FairLock:
         _locks.add(self)
 
     def acquire(self) -> None:
-        """Block until it is this process's turn. Other threads run meanwhile. OSError where somebody before it, who
-        need not be one of ours, keeps the lock for longer than any turn takes."""
+        """Block until it is this process's turn. Other threads run meanwhile.
+
+        Raises OSError if a process ahead, which need not use this library, keeps the lock longer than any turn takes.
+        """
         number = self._take_number()
         end, pause = time.monotonic() + _TURN_S, 0.0005
         while not self._is_first(number):
@@ -73,7 +75,7 @@ class FairLock:
         self._number = number
 
     def try_acquire(self) -> bool:
-        """False: somebody has it, or is before us."""
+        """Take the lock if it is free; False if another process has it or is ahead."""
         number = self._take_number()
         if not self._is_first(number):
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
@@ -82,7 +84,7 @@ class FairLock:
         return True
 
     def _is_first(self, number: int) -> bool:
-        """Whether no lower byte is locked by another process."""
+        """Return whether no lower byte is locked by another process."""
         try:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK, _FIRST, number)
         except (BlockingIOError, PermissionError):
@@ -96,7 +98,7 @@ class FairLock:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
 
     def contended(self) -> bool:
-        """Whether somebody waits behind this process, which holds it."""
+        """Return whether another process waits behind this one, which holds the lock."""
         number = self._number
         if number is None or self._fd < 0:
             return False
@@ -105,7 +107,7 @@ class FairLock:
         return bool(struct.unpack("hhqqi0q", found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Gives it up. Idempotent."""
+        """Release the lock and close its file. Idempotent."""
         fd, self._fd = self._fd, -1
         self._number = None
         if fd >= 0:
@@ -123,14 +125,14 @@ class FairLock:
                 raise OSError(
                     errno.EINVAL, f"{self.path} holds the number {number}, which no process has written there"
                 )
-            self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, _FIRST + number, 1)  # nobody else can have this byte
+            self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, _FIRST + number, 1)  # this byte cannot be taken
             os.pwrite(self._fd, _COUNTER.pack(number + 1), 0)
         finally:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _DESK, 1)
         return number
 
     def _reach_desk(self) -> None:
-        """OSError where somebody holds it for longer than it takes to get a number."""
+        """Lock the byte that guards the counter; OSError if it is taken for longer than drawing a number takes."""
         end = time.monotonic() + _DESK_S
         while True:
             try:
@@ -150,7 +152,10 @@ def _range(kind: int, begin: int, length: int) -> bytes:
 
 
 def _open(path: str) -> int:
-    """Made where it is missing, for every user: the kernel refuses O_CREAT on another user's file in /dev/shm."""
+    """Open the lock file; if missing, create it for all users.
+
+    The kernel refuses O_CREAT on another user's file in /dev/shm, so the file is first opened without it.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags)

@@ -1,7 +1,7 @@
-"""Asynchronous reads and writes of whole tensors in plain files, every completion audited.
+"""Asynchronous reads and writes of whole tensors in regular files, with every completion checked.
 
-Native threads transfer blocks of `block_bytes` past the page cache (O_DIRECT) wherever the file system, the address
-and the length allow, and otherwise by a bounce buffer or the page cache: any tensor, any length, any offset.
+Native threads transfer blocks of `block_bytes`, bypassing the page cache (O_DIRECT) if the file system, the address
+and the length allow it, and otherwise through a bounce buffer or the page cache: any tensor, length and offset works.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["FileEngine", "StorageError"]
 
 
 class FileEngine(StorageEngine):
-    """Submit from any thread, then wait. Requests are not ordered among each other.
+    """Reads and writes tensors in files. Submit from any thread, then wait; requests are not ordered.
 
     The engine keeps tensors in flight alive; their contents must not be changed (or, for reads, used) before the wait
-    returns. Files are not truncated: bytes outside the written range keep. A cancelled write leaves the file as far as
-    it had come. Not usable in a forked child.
+    returns. Files are not truncated: bytes outside the written range are kept. A cancelled write leaves the file
+    partially written. Not usable in a forked child.
     """
 
     _native: _C.FileEngine
@@ -37,30 +37,32 @@ class FileEngine(StorageEngine):
         faults: _C.FaultLayer | None = None,
         require_direct: bool = False,
     ) -> None:
-        """`threads` in 1..256; `block_bytes` a positive multiple of 4096. `require_direct`: a request on a file system
-        that refuses O_DIRECT fails, where it goes through the page cache otherwise. `faults` is for tests: what stands
-        between the engine and the kernel. Raises ValueError, RuntimeError (the system has no more threads).
+        """Start the native threads.
+
+        `threads` is in 1..256; `block_bytes` is a positive multiple of 4096. `require_direct`: a request on a file
+        system that refuses O_DIRECT fails; otherwise it uses the page cache. `faults` is for tests: a layer between the
+        engine and the kernel that injects faults. Raises ValueError, RuntimeError (the system has no more threads).
         """
         self.threads = threads
         self.block_bytes = block_bytes
         self._native = _C.FileEngine(threads, block_bytes, require_direct, faults)
         self._pid = os.getpid()
-        # Also at interpreter exit: what was submitted is written out.
+        # Also runs at interpreter exit: submitted writes complete.
         self._finalizer = weakref.finalize(self, end_engine, self._native, _place_of(self._native), self._pid)
 
     def async_read(self, tensor: torch.Tensor, path: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Fill the contiguous CPU `tensor` from `path`; returns the request's number. Raises ValueError."""
+        """Fill the contiguous CPU `tensor` from `path`; return the request's number. Raises ValueError."""
         return self._native.read(tensor, os.fspath(path), file_offset)
 
     def async_write(self, tensor: torch.Tensor, path: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write the contiguous CPU `tensor` to `path`, made if missing; returns the request's number."""
+        """Write the contiguous CPU `tensor` to `path`, created if missing; return the request's number."""
         return self._native.write(tensor, os.fspath(path), file_offset)
 
     def close(self) -> None:
-        """End all requests and the threads; a later submission raises RuntimeError. `wait` still reports.
+        """End all requests and the threads; a later submission raises RuntimeError. `wait` still reports outcomes.
 
-        After Ctrl-C, what hangs is left to the end of the process, with a warning that names the file: the memory of
-        its transfers must not be used again.
+        After Ctrl-C, requests that hang are left until the process ends, with a warning that names the file: the memory
+        of their transfers must not be used again.
         """
         self._finalizer()
 
@@ -75,7 +77,7 @@ class FileEngine(StorageEngine):
 
     @property
     def bounce_buffer_bytes(self) -> int:
-        """Host memory held for bouncing: 256 KiB per thread that has needed it."""
+        """Host memory of the bounce buffers: 256 KiB for each thread that has needed one."""
         return self._native.bounce_buffer_bytes
 
 

@@ -1,4 +1,4 @@
-"""The folder that a person names for swap files: one rule for `nvme_path` in a DeepSpeed JSON and for `--nvme`."""
+"""Validation of a user-given folder for swap files, shared by `nvme_path` in a DeepSpeed JSON and by `--nvme`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import NamedTuple
 
 
 class DirectLimits(NamedTuple):
-    """What a file system, or a device, says of O_DIRECT: whether it serves it, and from memory at multiples of what."""
+    """Whether a file system or device supports O_DIRECT, and the memory alignment that it requires, in bytes."""
 
     served: bool
     alignment_bytes: int
 
 
 def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
-    """The absolute path of ``folder``, in which a file can be written; made where only its last part is missing.
+    """Return the absolute path of a writable ``folder``; create it if only its last component is missing.
 
-    DeepSpeed makes every folder on the way, so that a typo, or an SSD that is not mounted, fills the root disk. Here
-    the parent must exist, and be another than /. Several processes may call this at once. ``named_by``: the key or
-    option, for the message.
+    DeepSpeed creates all missing parents, so that a typo, or an SSD that is not mounted, fills the root disk. Here
+    the parent must exist, and must not be /. Several processes may call this at once. ``named_by`` is the key or
+    option that named the folder, for the message.
 
-    Raises ValueError, in one line, where the parent is missing or /, or the folder is a file or cannot be written.
+    Raises ValueError, with a one-line message, if the parent is missing or is /, or if the folder is a file or is not
+    writable.
     """
     path = Path(folder).absolute()
     if not path.exists() and not path.parent.is_dir():
@@ -32,7 +33,7 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
             f"{named_by}: {path} cannot be created, since {missing} {what}; check the spelling and that the SSD is "
             f"mounted, or make it: mkdir -p {path}"
         )
-    if not os.path.lexists(path) and path.parent.samefile("/"):  # nobody's mount
+    if not os.path.lexists(path) and path.parent.samefile("/"):  # a missing folder directly under / is no mount point
         raise ValueError(
             f"{named_by}: {path} does not exist, and would be created on the system disk; check the spelling and that "
             f"the SSD is mounted, or make it: mkdir {path}"
@@ -47,7 +48,7 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
 
 
 def direct_limits(place: str | os.PathLike[str]) -> DirectLimits:
-    """Of a folder that can be written, by a file that is removed at once, or of a device. Raises OSError."""
+    """Return the O_DIRECT limits of a device or of a writable folder, probed with a temporary file. Raises OSError."""
     from memascend.storage.native import _C
 
     if not os.path.isdir(place):

@@ -1,8 +1,8 @@
-"""Space of removed files that is still to come back.
+"""Accounting for disk space of removed files that the kernel frees with a delay.
 
-A file that an io_uring engine had open keeps its blocks after it was closed and unlinked, until the kernel has taken
-down the rings in the background: some 50 ms, and more than a second where the cores are busy. On a nearly full disk the
-next file would find no room meanwhile.
+A file that an io_uring engine had open keeps its blocks after close and unlink until the kernel has torn down the rings
+in the background. That takes about 50 ms, and more than a second when the cores are busy. On a nearly full disk, the
+next file would find no space meanwhile.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["free_bytes", "unlink"]
 _MOST_S = 5.0
 _TICK_S = 0.01
 _lock = threading.Lock()
-_removed: list[tuple[tuple[int, int], int, float]] = []  # (file system, bytes, when) in the last `_MOST_S`
+_removed: list[tuple[tuple[int, int], int, float]] = []  # (file system, bytes, time) in the last `_MOST_S`
 
 
 def unlink(path: Path) -> None:
-    """Remove a file, if it is there, whose space may come back late."""
+    """Remove a file, if it exists, whose space may be freed late."""
     try:
         status, file_system = os.lstat(path), _file_system(path.parent)
         path.unlink()
@@ -33,8 +33,11 @@ def unlink(path: Path) -> None:
 
 
 def free_bytes(folder: Path, wanted: int) -> int:
-    """Of the folder's file system. Where that is less than `wanted`, and would not be with what this process has
-    removed there, it waits for that: at most 5 s from the removal."""
+    """Return the free bytes of the folder's file system.
+
+    If that is less than `wanted`, but would suffice with what this process has removed there, wait for that space: for
+    at most 5 s from the removal.
+    """
     file_system = _file_system(folder)
     while (free := shutil.disk_usage(folder).free) < wanted <= free + _to_come(file_system):
         time.sleep(_TICK_S)
@@ -42,12 +45,12 @@ def free_bytes(folder: Path, wanted: int) -> int:
 
 
 def _file_system(folder: Path) -> tuple[int, int]:
-    """Its device and its id: an unmounted file system's device number is given to the next."""
+    """Return the device number and the id, since the device number of an unmounted file system is reused."""
     return os.stat(folder).st_dev, os.statvfs(folder).f_fsid
 
 
 def _to_come(file_system: tuple[int, int]) -> int:
-    """At most so much."""
+    """Return an upper bound of the bytes that recent removals will still free."""
     with _lock:
         _removed[:] = [each for each in _removed if time.monotonic() - each[2] < _MOST_S]
         return sum(size for where, size, _ in _removed if where == file_system)

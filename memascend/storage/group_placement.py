@@ -1,4 +1,4 @@
-"""Where the groups of a tier over several paths belong, by the paths' rates (MLP-Offload 3.3)."""
+"""Assignment of a multi-path tier's groups to paths, based on the paths' rates (MLP-Offload 3.3)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from memascend.storage.storage_path import StoragePath
 
 __all__ = ["GroupPlacement"]
 
-_GAIN = 0.05  # groups move where a pass becomes faster by at least this share
+_GAIN = 0.05  # least relative reduction of a pass's time for which groups move
 
 
 class GroupPlacement:
-    """The path of each group, and its bytes. Not thread-safe: the tier's lock is held."""
+    """The path and the size of each group. Not thread-safe: callers hold the tier's lock."""
 
     def __init__(
         self, paths: Sequence[StoragePath], placement: str | Sequence[float], group_of: Callable[[str], str]
     ) -> None:
-        """Raises ValueError for what is no placement."""
+        """Raises ValueError for an invalid placement."""
         self._paths, self.placement, self._group_of = paths, placement, group_of
         self.path_of: dict[str, StoragePath] = {}
         self.group_bytes: dict[str, int] = {}
         placements.weights(placement, self.rates())
 
     def drop(self, path: StoragePath) -> int:
-        """Groups that belonged to a path that is taken out get another path with their next write; their number."""
+        """Unassign a removed path's groups, so that their next write goes elsewhere; return their number."""
         there = [group for group, placed in self.path_of.items() if placed is path]
         for group in there:
             del self.path_of[group]
@@ -36,13 +36,13 @@ class GroupPlacement:
         return sum(placed is path for placed in self.path_of.values())
 
     def idle(self) -> list[StoragePath]:
-        """Paths that could be used and keep no group, unless the user has fixed the shares."""
+        """Return usable paths without any group; none if the user has fixed the shares."""
         if not self.path_of or not isinstance(self.placement, str):
             return []
         return [path for path in self._paths if path.usable and not path.full and not self.count(path)]
 
     def rates(self, paths: Sequence[StoragePath] | None = None) -> list[Rates]:
-        """What is not known is as the mean of what is."""
+        """Return the rates of `paths` (default: all); unknown ones are taken as the mean of the known ones."""
         asked = self._paths if paths is None else paths
         known = [path.rates for path in self._paths if path.rates is not None] or [Rates(1.0, 1.0)]
         mean = Rates(sum(r.read for r in known) / len(known), sum(r.write for r in known) / len(known))
@@ -52,14 +52,14 @@ class GroupPlacement:
         return placements.weights(self.placement_on(paths), self.rates(paths))
 
     def placement_on(self, paths: Sequence[StoragePath]) -> str | list[float]:
-        """A ratio by hand, of those that are left."""
+        """Return the placement for `paths`; of a user-given ratio, the shares of these paths."""
         if isinstance(self.placement, str):
             return self.placement
         ratio = [share for path, share in zip(self._paths, self.placement, strict=True) if path in paths]
         return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
 
     def plan(self) -> bool:
-        """New paths for all groups but those of full paths, which keep what they have, if that is worth it."""
+        """Plan new paths for all groups except those on full paths, if the gain is worth it. True if any changed."""
         usable = [path for path in self._paths if path.usable and not path.full]
         fixed = {group for group, placed in self.path_of.items() if placed.full and placed.usable}
         sizes = {group: nbytes for group, nbytes in self.group_bytes.items() if group not in fixed}
@@ -85,7 +85,7 @@ class GroupPlacement:
         return list(held.values())
 
     def choose(self, key: str, nbytes: int, tried: Collection[StoragePath]) -> StoragePath | None:
-        """Where a whole tensor goes, with the lock held; None: no path is left. At last one that has failed before."""
+        """Return the path for a whole tensor, or None if none is left; failed paths come last. Requires the lock."""
         left = [path for path in self._paths if path not in tried and not path.hanging]
         usable = [path for path in left if path.usable] or left
         if not usable:
@@ -103,7 +103,7 @@ class GroupPlacement:
         return placed
 
     def note(self, key: str, before: int, nbytes: int | None) -> None:
-        """A tensor of `before` bytes (0: none) has `nbytes` now; None: it is gone."""
+        """Update a group's bytes: a tensor of `before` bytes (0: new) now has `nbytes`; None: it was removed."""
         group = self._group_of(key)
         total = self.group_bytes.get(group, 0) - before + (nbytes or 0)
         if nbytes is not None:

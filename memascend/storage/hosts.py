@@ -1,4 +1,7 @@
-"""Whose locks this kernel knows: marks of its boot and of the host, for what lies on file systems that hosts share."""
+"""Marks of the kernel boot and the host, for files on file systems that several hosts share.
+
+File locks may be local to a host: the marks show whether this kernel knows the locks of a file's owner.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def marks() -> tuple[str, str]:
-    """Of this boot of the kernel, which tells whose locks it knows, in any container; and of the host's name."""
+    """Return a mark of this kernel boot, which is the same in all containers, and a mark of the host name."""
     try:
         boot = _BOOT_ID.read_text().strip()
     except OSError:
@@ -20,7 +23,7 @@ def marks() -> tuple[str, str]:
 
 
 def is_of_another_host(found: Collection[str]) -> bool:
-    """Whether two marks are neither of this boot nor of an earlier one of this host; False of anything else."""
+    """Return whether two marks match neither this boot nor this host's name; False for any other number of marks."""
     return len(found) == 2 and not set(found) & set(marks())
 
 

@@ -1,16 +1,16 @@
-"""Ctrl-C between changes that belong together, and not within them.
+"""Delivery of Ctrl-C between related changes rather than in the middle of them.
 
-The handler of a signal runs in the main thread, between any two bytecodes. Code that takes an outcome out of one
-structure and puts it into another must not be interrupted in between, or the outcome is lost; and `Condition` and
-`Event` of the standard library never release their lock where KeyboardInterrupt falls into their `__enter__`. Such
-code is `uninterrupted`: SIGINT is noted, and its handler is called at the end of the outermost block. Waits in there
-are made in slices, with `check` before and between them, so they end with Ctrl-C. A second SIGINT that comes
+A signal handler runs in the main thread, between any two bytecodes. Code that moves an outcome from one structure to
+another must not be interrupted in between, or the outcome is lost. Also, `Condition` and `Event` of the standard
+library never release their lock if KeyboardInterrupt is raised inside their `__enter__`. Such code is
+`uninterrupted`: SIGINT is recorded, and its handler is called at the end of the outermost block. Waits in such a block
+are sliced, with `check` before and between the slices, so that Ctrl-C ends them. A second SIGINT that comes
 `PATIENCE_S` or more after the first is delivered at once.
 """
 
 from __future__ import annotations
 
-import _signal  # as `signal`, whose functions take 50 times as long to make enums of numbers
+import _signal  # not `signal`, whose functions take 50 times as long, since they convert numbers to enums
 import contextlib
 import functools
 import os
@@ -22,24 +22,24 @@ from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["PATIENCE_S", "SLICE_S", "check", "patient", "record_waits", "uninterrupted", "wait", "whole"]
 
-PATIENCE_S = 0.5  # for which what is asked to be done to its end puts Ctrl-C off
-SLICE_S = 0.1  # of a wait, between two looks whether Ctrl-C has come
+PATIENCE_S = 0.5  # how long a block that should complete may defer Ctrl-C
+SLICE_S = 0.1  # length of one slice of a wait, after which Ctrl-C is checked
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 class _Uninterrupted:
-    """The blocks of the main thread; in other threads, which no handler runs in, nothing."""
+    """Nested blocks of the main thread that defer SIGINT; a no-op in other threads, where no handler runs."""
 
     def __init__(self) -> None:
-        self._depth = 0  # of blocks in progress
-        self._before: Any = None  # the handler that was put aside; None: there was none to put aside
-        self._noted: list[float] = []  # when SIGINT came
-        self._patient = 0  # blocks that let waits end
+        self._depth = 0  # number of blocks entered
+        self._before: Any = None  # the replaced handler; None if there was no Python handler to replace
+        self._noted: list[float] = []  # times at which SIGINT came
+        self._patient = 0  # number of blocks that let waits end
 
     def is_on(self) -> bool:
-        """Whether the caller is in a block already, or in a thread that no handler runs in."""
+        """Return whether the caller is inside a block already, or in a thread where no handler runs."""
         return self._depth > 0 or threading.get_ident() != threading.main_thread().ident
 
     def __enter__(self) -> None:
@@ -51,7 +51,7 @@ class _Uninterrupted:
                 self._noted.clear()
                 self._before = handler if callable(handler) else None
             if self._before is not None:
-                _signal.signal(_signal.SIGINT, self._note)  # raises what came before, and nothing has changed then
+                _signal.signal(_signal.SIGINT, self._note)  # a pending signal raises here, before any state has changed
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -60,14 +60,14 @@ class _Uninterrupted:
         self._depth -= 1
         if self._depth or self._before is None:
             return
-        if _signal.getsignal(_signal.SIGINT) == self._note:  # else somebody has set another one meanwhile
+        if _signal.getsignal(_signal.SIGINT) == self._note:  # else another handler was installed meanwhile
             _signal.signal(_signal.SIGINT, self._before)
         self._deliver()
 
     def _note(self, _number: int, _frame: Any) -> None:
         now = time.monotonic()
         self._noted.append(now)
-        if now - self._noted[0] >= PATIENCE_S:  # what is waited for does not look
+        if now - self._noted[0] >= PATIENCE_S:  # the current wait does not check
             self._deliver()
 
     def _deliver(self) -> None:
@@ -90,7 +90,7 @@ uninterrupted = _Uninterrupted()
 
 
 class _Patient:
-    """`uninterrupted`, and its waits hear Ctrl-C only after `PATIENCE_S`: what is short ends whole."""
+    """Like `uninterrupted`, but waits react to Ctrl-C only after `PATIENCE_S`, so that short operations complete."""
 
     def __enter__(self) -> None:
         uninterrupted.__enter__()
@@ -106,7 +106,7 @@ _during_wait: Callable[[], contextlib.AbstractContextManager[None]] = contextlib
 
 
 def wait(wait_for: Callable[[float | None], bool], timeout_s: float | None = None) -> bool:
-    """`wait_for(timeout_s)`, of an event or a condition; in the main thread in slices, and Ctrl-C is heard."""
+    """Return `wait_for(timeout_s)`, an event's or condition's wait; in the main thread sliced, so Ctrl-C ends it."""
     if threading.get_ident() != threading.main_thread().ident:
         return wait_for(timeout_s)
     with _during_wait():
@@ -126,22 +126,22 @@ def _wait_in_slices(wait_for: Callable[[float | None], bool], timeout_s: float |
 
 
 def record_waits(during: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """From now on each wait of the main thread runs within a context that `during` makes."""
+    """Run every later wait of the main thread inside a context manager made by `during`."""
     global _during_wait
     _during_wait = during
 
 
 def check() -> None:
-    """Before and in a wait: call the handler of a Ctrl-C that was noted."""
+    """Call the handler of a recorded Ctrl-C; called before and during a wait."""
     uninterrupted.check()
 
 
 def whole(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A function that is `uninterrupted`."""
+    """Decorate `function` so that it runs `uninterrupted`."""
 
     @functools.wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if uninterrupted.is_on():  # most of a step's calls: there is nothing to put aside
+        if uninterrupted.is_on():  # the common case within a step: no handler to replace
             return function(*args, **kwargs)
         with uninterrupted:
             return function(*args, **kwargs)

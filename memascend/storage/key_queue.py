@@ -1,4 +1,4 @@
-"""The order of the transfers of one key."""
+"""Ordering of the transfers of one key."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Turn:
 
 
 class KeyQueue:
-    """Turns on keys, for engines that know of no order: reads side by side, everything else alone. Thread-safe."""
+    """Turns on keys, for engines that do not order requests: reads in parallel, everything else alone. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turns: dict[str, list[Turn]] = {}
 
     def enter(self, key: str, exclusive: bool, begin: Callable[[], None]) -> Turn:
-        """Its turn has come where `begun` says so; else `begin` is called in the dispatcher thread when it has."""
+        """Queue for `key`. If `begun` is true on return, the turn has come; else the dispatcher calls `begin` later."""
         with self._lock:
             before = self._turns.setdefault(key, [])
             turn = Turn(exclusive, begin, not before or not (exclusive or any(each.exclusive for each in before)))

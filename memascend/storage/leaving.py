@@ -1,11 +1,10 @@
-"""The end of a process that was asked to stop while a drive hangs.
+"""Process exit while a drive hangs.
 
-A wait for a transfer is as long as the transfer, and so is closing a tier: what was begun is waited for. Ctrl-C says
-that somebody wants out (or SIGTERM, where a handler turns it into an exception, or calls `begin`). From then on a tier
-with transfers in flight of which nothing moves for `PATIENCE_S` is given up: they end with an error, and so does
-whatever waits for them, in any thread; one line tells which path it is. The kernel may still write to their memory:
-the engine, its threads and all that it holds stay as they are until the process ends. A drive that works, however
-slowly, is waited for all the same.
+Waiting for a transfer takes as long as the transfer, and so does closing a tier. Ctrl-C requests an exit (so does
+SIGTERM, if a handler raises an exception or calls `begin`). From then on, a tier whose transfers in flight make no
+progress for `PATIENCE_S` is given up: they end with an error, and so does whatever waits for them, in any thread. One
+log line names the path. The kernel may still write to their memory, so the engine, its threads and all its memory stay
+as they are until the process ends. A drive that makes progress, however slowly, is still waited for.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ __all__ = ["PATIENCE_S", "begin", "begin_if_asked", "end_engine", "moved_by", "r
 
 log = logging.getLogger("memascend")
 
-PATIENCE_S = 3.0  # without a byte, after which a drive hangs
-_WATCH_S = 30.0  # after the last sign that the process is to end; it may go on, as in a notebook
+PATIENCE_S = 3.0  # time without progress after which a drive counts as hanging
+_WATCH_S = 30.0  # watch time after the last exit request; the process may continue, as in a notebook
 _TICK_S = 0.1
 
 
 class Leavable(Protocol):
-    """What has transfers in flight."""
+    """Something with transfers in flight that can be given up."""
 
     @property
     def place(self) -> str: ...
     def under_way(self) -> int: ...
     def progress(self) -> object:
-        """Equal as long as nothing moves."""
+        """Return a value that changes when any transfer makes progress."""
 
     def give_up(self, error: StorageError) -> None: ...
 
 
 def nothing_moves(place: str, under_way: int, waited_s: float) -> StorageError:
-    """Of a tier with transfers in flight, of which not a byte has moved for so long."""
+    """Return the error for a tier whose transfers in flight made no progress for `waited_s` seconds."""
     what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} in flight"
     return hang_error(place, f"{what}, without progress for {waited_s:g} s")
 
 
 class _Watch:
-    """A thread that gives up what hangs, from `begin` on as long as anything is in flight."""
+    """A thread that gives up what hangs; it runs after `begin`, while anything is in flight."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._lock = threading.RLock()  # reentrant, since a signal handler may interrupt its holder
         self._there: list[weakref.ref[Any]] = []
         self._thread: threading.Thread | None = None
         self._until = 0.0
@@ -71,7 +70,7 @@ class _Watch:
                 self._thread.start()
 
     def _run(self) -> None:
-        moved: dict[Leavable, tuple[object, float]] = {}  # what it had moved, and when that was first seen
+        moved: dict[Leavable, tuple[object, float]] = {}  # last progress, and when it was first seen
         while True:
             now = time.monotonic()
             moved = self._look(moved, now)
@@ -82,7 +81,7 @@ class _Watch:
             time.sleep(_TICK_S)
 
     def _look(self, before: dict[Leavable, tuple[object, float]], now: float) -> dict[Leavable, tuple[object, float]]:
-        """Give up what has not moved for long enough; of all that has transfers in flight what they had moved."""
+        """Give up what has not moved for long enough; return the progress of everything with transfers in flight."""
         moved = {}
         for leavable in [each for reference in list(self._there) if (each := reference()) is not None]:
             if leavable.under_way():
@@ -103,7 +102,7 @@ class _Watch:
 
 
 def tell(under_way: dict[str, int], waited_s: float) -> None:
-    """The one line about what is left behind, with its places."""
+    """Log one line about the transfers that are left behind, with their number on each path."""
     what = " and ".join(f"{number} on {place}" for place, number in under_way.items())
     log.warning(
         "memascend: exiting with unfinished transfers in flight (%s; no progress for %g s): the drive or the mount "
@@ -117,7 +116,7 @@ _watch = _Watch()
 
 
 def _begin_anew_in_child() -> None:
-    """What the parent has in flight is the parent's to leave."""
+    """Drop the watch in a forked child: the parent's transfers are not the child's to give up."""
     global _watch
     _watch = _Watch()
 
@@ -126,39 +125,41 @@ os.register_at_fork(after_in_child=_begin_anew_in_child)
 
 
 def register(leavable: Leavable) -> None:
-    """Have it watched when somebody wants out, as long as it is there."""
+    """Watch `leavable` after an exit request, as long as it exists."""
     _watch.register(leavable)
 
 
 def begin(patience_s: float = PATIENCE_S, for_s: float = _WATCH_S) -> None:
-    """Somebody wants out: give up what hangs. Any thread, also in a signal's handler."""
+    """Request an exit: give up what hangs. May be called from any thread and from a signal handler."""
     _watch.begin(patience_s, for_s)
 
 
 def begin_if_asked() -> None:
-    """Before a wait that a transfer may keep: `begin` where somebody wants out (`asked`)."""
+    """Call `begin` if an exit is requested (`asked`); used before a wait that may hang."""
     if asked():
         begin()
 
 
 def asked() -> bool:
-    """Whether an exception that ends programs (KeyboardInterrupt, SystemExit of a handler) is on its way: the one that
-    is being handled, or the one that the interpreter ends with."""
+    """Return whether a program-ending exception (KeyboardInterrupt, SystemExit with a nonzero code) is in progress.
+
+    That is either the exception being handled, or the one that ends the interpreter.
+    """
     error = sys.exception()
-    if error is None and not threading.main_thread().is_alive():  # the interpreter ends
+    if error is None and not threading.main_thread().is_alive():  # the interpreter is shutting down
         error = getattr(sys, "last_value", None)
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code not in (None, 0))
 
 
 @interrupts.whole
 def end_engine(native: Any, place: Callable[[], str], pid: int) -> bool:
-    """End a native engine's requests, then its threads: as long as that takes, where nobody wants out.
+    """Wait for a native engine's requests, then end its threads; without an exit request there is no time limit.
 
-    False: it was given up, and stays as it is until the process ends. KeyboardInterrupt and the like are raised
-    again at the end, after which the engine takes part in nothing more.
+    Returns False if the engine was given up; it then stays as it is until the process ends. KeyboardInterrupt and
+    similar exceptions are raised again at the end, when the engine is ended or given up.
     """
     if pid != os.getpid():
-        native.shutdown()  # lets go of the parent's threads
+        native.shutdown()  # detaches from the parent's threads
         return True
     native.refuse()
     raised: BaseException | None = None
@@ -174,7 +175,7 @@ def end_engine(native: Any, place: Callable[[], str], pid: int) -> bool:
                 moved, since = progress, time.monotonic()
             ended = time.monotonic() - since < PATIENCE_S
         except BaseException as error:
-            ended = raised is None  # a second time: at once
+            ended = raised is None  # a second exception gives up at once
             raised, wanted = raised or error, True
     if ended:
         native.shutdown()
@@ -187,6 +188,6 @@ def end_engine(native: Any, place: Callable[[], str], pid: int) -> bool:
 
 
 def moved_by(native: Any) -> object:
-    """Of an engine: equal as long as nothing moves."""
+    """Return an engine's progress counters, which stay equal while nothing moves."""
     counted = native.statistics()
     return tuple(counted[name] for name in ("bytes_read", "bytes_written", "requests", "commands"))

@@ -1,4 +1,4 @@
-"""Locks on single bytes of files, which tell the living from the dead: the kernel drops those of a killed process."""
+"""Locks on single bytes of files, which show whether a process lives: the kernel drops those of a killed process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 
 def try_lock(fd: int, byte: int) -> bool:
-    """Take the write lock on one byte of an open file, for this open description. False: another has it. OSError."""
+    """Take the write lock on one byte for this open file description; False if another one has it. Raises OSError."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:

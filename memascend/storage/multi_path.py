@@ -3,24 +3,24 @@
     nvme, pfs = DirectTier.in_file("/mnt/a", "run 7"), FileTier("/mnt/b", "run 7")
     tier = MultiPathTier([StoragePath("nvme", nvme), StoragePath("pfs", pfs)])
 
-Whole groups of tensors (a sub-group's master weights and moments) lie on one path each, as many as its rates allow, and
-neighbours on different paths. A tensor is written to where its group belongs at that time, so that a pass over the
-groups brings them to their new paths and moves not one byte more.
+Each group of tensors (the master weights and moments of a sub-group) is stored as a whole on one path. A path gets as
+many groups as its rates allow, and neighbouring groups are on different paths. A tensor is written to wherever its
+group belongs at that time, so a pass over the groups moves them to their new paths without any extra traffic.
 
 Beyond the contract of `memascend.storage.tier`:
 
-- **A path that fails** is taken out: nothing is written there as long as there is another one. A write that failed on
-  it is done again, from the tensor that is still in memory, on another path, and its completion ends well. What lies
-  there is read as long as that works, and is on another path after its next write. A read that fails twice is the
-  completion's StorageError, which names the tensor and the path: what was only there is lost.
-- **A full path** (ENOSPC) gets nothing that it has no room for.
-- **A path too slow for any group, taken out or full** is tried again now and then, beside the training
-  (`path_probing`). One that was taken out comes back when what is written there is read back, no request of before is
-  in flight, and every tensor that it held has been written elsewhere; a full one when a group has room.
-- **A path that hangs**, on which something is in flight and nothing has ended for `hang_s`, is taken out too; its
-  writes are done elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device
-  may still write to it.
-- **Other processes** on the machine: where `exclusive`, one process at a time transfers on a path (`path_lock`).
+- **A path that fails** is taken out: nothing is written to it while another path is usable. A failed write is repeated
+  on another path from the tensor that is still in memory, and its completion ends well. Data on the failed path is read
+  as long as that works, and moves to another path with its next write. A read that fails twice is the completion's
+  StorageError, which names the tensor and the path: data that was only on that path is lost.
+- **A full path** (ENOSPC) gets nothing that does not fit.
+- **A path that is too slow for any group, taken out or full** is probed now and then during training (`path_probing`).
+  One that was taken out returns when test data is read back correctly, none of its old requests is in flight, and every
+  tensor that it had has been written elsewhere; a full one, when a group fits.
+- **A path that hangs**, with transfers in flight of which none has ended for `hang_s`, is taken out too; its writes are
+  repeated elsewhere, its reads end with ETIMEDOUT. The memory of such a read must not be used again: the device may
+  still write to it.
+- **Other processes** on the machine: with `exclusive` (`open_paths`), one process at a time uses a path (`path_lock`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = ["MultiPathTier", "PathReport", "StoragePath"]
 
 
 class MultiPathTier(TierBase):
-    """See the module, and `memascend.storage.tier.Tier` for the protocol."""
+    """A tier that distributes groups of tensors over several paths. See the module, and `Tier` for the protocol."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class MultiPathTier(TierBase):
     ) -> None:
         """
         Args:
-            paths: each with a name of its own; taken over, their tiers and locks are closed with this one.
-            placement: `balanced`, `as_published` (Eq. 1), or shares of the paths by hand.
-            rehome: groups follow the rates as they are observed, pass by pass.
-            group_of: a key's group: what lies together.
-            hang_s: seconds with work in progress on a path and no end there, after which it is taken out, writes go
-                elsewhere and reads end with ETIMEDOUT. After Ctrl-C three seconds are enough.
+            paths: each with a distinct name. This tier takes them over: it closes their tiers and locks.
+            placement: `balanced`, `as_published` (Eq. 1), or a user-given share for each path.
+            rehome: whether groups follow the observed rates, pass by pass.
+            group_of: maps a key to its group; the tensors of a group stay together.
+            hang_s: seconds with transfers in flight on a path and no completion, after which it is taken out, writes go
+                elsewhere and reads end with ETIMEDOUT. After Ctrl-C, three seconds suffice.
 
         Raises:
-            ValueError: no paths, two of one name, or a placement that is none.
+            ValueError: no paths, two of the same name, or an invalid placement.
         """
         if not paths or len({path.name for path in paths}) < len(paths):
             raise ValueError(f"a tier needs paths, each named once, got {[path.name for path in paths]}")
@@ -92,14 +92,14 @@ class MultiPathTier(TierBase):
         self._rehome, self._group_of = rehome, group_of
         self._groups = GroupPlacement(self._paths, placement, group_of)
         self._queue = KeyQueue()
-        self._holders: dict[str, list[StoragePath]] = {}  # the one that has it is the last
+        self._holders: dict[str, list[StoragePath]] = {}  # the last one has the current version
         self._broken: dict[str, BaseException] = {}
         self._busy = Busy()
         self._written_in_pass = 0
         self._failures = PathFailures(self._paths, self._groups, self._busy, self._lock, hang_s)
         self._attempts = PathAttempts(self._failures, self._busy, self._lock)
         self._idle = PathProber(self._measured_again, hang_s)
-        self.moves = 0  # tensors that were written to another path than before
+        self.moves = 0  # tensors written to another path than before
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class MultiPathTier(TierBase):
         return True
 
     def reserve(self, more_bytes: int) -> None:
-        """On each path its share, and what finds no room there on the others."""
+        """Reserve each path's share; what does not fit on one goes to the others. Raises StorageError (ENOSPC)."""
         with self._lock:
             self._require_open()
             usable = [path for path in self._paths if path.usable]
@@ -197,7 +197,7 @@ class MultiPathTier(TierBase):
         self._failures.stop()
         for path in self._paths:
             path.lock.close()
-            if path.hanging or self._idle.measuring(path):  # which may take for ever
+            if path.hanging or self._idle.measuring(path):  # closing it may never return
                 closing = threading.Thread(target=self._close_late, args=(path,), daemon=True)
                 closing.name = f"memascend-close-{path.name}"
                 closing.start()
@@ -205,16 +205,16 @@ class MultiPathTier(TierBase):
                 path.tier.close()
 
     def under_way(self) -> int:
-        """Where nothing is in flight on a path: those that wait for their turn there."""
+        """Return the number of queued transfers; 0 while a path has transfers, which its own tier reports."""
         return 0 if any(path.under_way for path in self._paths) else super().under_way()
 
     def _close_late(self, path: StoragePath) -> None:
-        """Not in the engine's code as long as it hangs: an interpreter that ends meanwhile would be aborted there."""
+        """Close a path's tier once nothing hangs on it, since an exiting interpreter aborts threads in engine code."""
         while path.under_way or self._idle.measuring(path):
             time.sleep(0.1)
         path.tier.close()
 
-    # -- what its users can know ---------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     @property
     def paths(self) -> list[str]:
@@ -231,18 +231,18 @@ class MultiPathTier(TierBase):
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
-        """(address, bytes) of each engine's, where it has any."""
+        """(address, bytes) of the bounce buffers of all engines that have any."""
         engines = [getattr(path.tier, "engine", None) for path in self._paths]
         return [buffer for engine in engines if engine is not None for buffer in engine.bounce_buffers]
 
     def path_of(self, key: str) -> str | None:
-        """The name of the path that has the tensor; None: none has it (yet)."""
+        """Return the name of the path that has the tensor, or None if no path has it (yet)."""
         with self._lock:
             holders = self._holders.get(key)
             return holders[-1].name if holders else None
 
     def report(self) -> list[PathReport]:
-        """Of each path, in their order."""
+        """Return the state of each path, in their order."""
         with self._lock:
             held: dict[StoragePath, dict[str, int]] = {path: {} for path in self._paths}
             for key, holders in self._holders.items():
@@ -267,10 +267,10 @@ class MultiPathTier(TierBase):
         ]
 
     def observe(self) -> bool:
-        """Take what the paths did since the last time for their rates, and plan anew. True: groups will move.
+        """Update the paths' rates from their transfers since the last call, and plan again. True if groups will move.
 
-        Called by itself when about as much was written as there is (a pass); a user who knows when a step ends may
-        call it then.
+        Called automatically once about as much was written as is stored (a pass). A caller that knows when a step ends
+        may call it then.
         """
         with self._lock:
             self._require_open()
@@ -284,7 +284,7 @@ class MultiPathTier(TierBase):
             return moves
 
     def _measured_again(self, path: StoragePath, rates: Rates) -> None:
-        """A path without groups, or one that was out or full: its rates of before say nothing any more."""
+        """Take new rates for a path that had no groups, failed or was full; its previous rates are discarded."""
         with self._lock:
             out = path.full or not path.usable
             if self._closed or (out and not self._failures.try_succeeded(path, self._current())):
@@ -294,7 +294,7 @@ class MultiPathTier(TierBase):
                 self._groups.plan()
 
     def _current(self) -> set[StoragePath]:
-        """With the lock held: paths that have the last write of a tensor."""
+        """Return the paths that have the last write of any tensor. Requires `_lock`."""
         return {holders[-1] for holders in self._holders.values()}
 
     def _note_size(self, key: str, nbytes: int | None) -> None:
@@ -305,7 +305,7 @@ class MultiPathTier(TierBase):
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _begin(self, verb: str, key: str, tensor: torch.Tensor, offset: int, priority: int) -> Completion:
-        """With the lock held. Raises StorageError where a write is the key's next and finds no room on any path."""
+        """Begin or queue a transfer. Requires `_lock`. StorageError if a write begins now and no path has space."""
         transfer = PathTransfer(f"{verb} of '{key}'", self._cancel)
         write = verb == "write"
         refused: list[BaseException] = []
@@ -357,7 +357,7 @@ class MultiPathTier(TierBase):
         refused: list[BaseException] | None,
         end: Callable[[BaseException | None], None],
     ) -> None:
-        """On the path where it belongs, then on the others; `refused` takes an error that is known within the call."""
+        """Write to the group's path, then to others; errors known within the call are appended to `refused`."""
         with self._lock:
             if offset:
                 holders = self._holders.get(key)
@@ -381,7 +381,7 @@ class MultiPathTier(TierBase):
                 end(None)
             elif isinstance(error, StorageError) and not transfer._cancelled:
                 self._failures.take_out(path, error, of_write=True)
-                if offset:  # the rest of the tensor is only there
+                if offset:  # the rest of the tensor is only on this path
                     end(error)
                 else:
                     self._write_once(transfer, key, tensor, 0, priority, {**tried, path: error}, None, end)
@@ -390,7 +390,7 @@ class MultiPathTier(TierBase):
 
         try:
             self._attempts.begin(transfer, path, True, tensor.nbytes, submit, ended, now=refused is not None)
-        except StorageError as error:  # no room, within the call
+        except StorageError as error:  # no space, found within the call
             self._failures.take_out(path, error, of_write=True)
             self._write_once(transfer, key, tensor, offset, priority, {**tried, path: error}, refused, end)
         except (RuntimeError, ValueError) as error:
@@ -437,7 +437,7 @@ class MultiPathTier(TierBase):
             end(error)
 
     def _written(self, key: str, path: StoragePath, offset: int) -> None:
-        """In the key's turn: `path` has it, and who had it before gives its room back."""
+        """Record `path` as the key's holder and erase the key on its former paths. Called in the key's turn."""
         with self._lock:
             self._failures.written(path)
             if offset:
@@ -445,18 +445,18 @@ class MultiPathTier(TierBase):
             old = [holder for holder in self._holders.get(key, []) if holder is not path]
             if old and self._holders[key][-1] is not path:
                 self.moves += 1
-            self._holders[key] = [*(holder for holder in old if holder.hanging), path]  # those are asked next time
+            self._holders[key] = [*(holder for holder in old if holder.hanging), path]  # hanging ones are erased later
         for holder in old:
             if not holder.hanging:
                 self._erase_on(holder, key)
 
     @staticmethod
     def _erase_on(path: StoragePath, key: str) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # a path that is gone keeps what it has
+        with contextlib.suppress(OSError, RuntimeError):  # a failed path keeps its copy
             path.tier.erase(key)
 
     def _cancel(self, transfer: PathTransfer) -> bool:
         attempt = transfer._attempt
         if attempt is None or attempt.inner is None:
-            return True  # before its turn: it ends when that comes
+            return True  # it ends once its turn comes
         return attempt.inner.cancel()

@@ -1,3 +1,3 @@
-"""Names of files that engines make and others look for. No torch here: the parent of a training imports this."""
+"""Names of files that engines create and others search for. Imports no torch: the parent process of a run uses it."""
 
-SCRATCH_PREFIX = "memascend-scratch-"  # of a volatile engine's file (memascend.storage.scratch)
+SCRATCH_PREFIX = "memascend-scratch-"  # prefix of a volatile engine's file (memascend.storage.scratch)

@@ -1,4 +1,4 @@
-"""The native part, for modules that need no torch otherwise: its libraries must be there before the extension."""
+"""The native extension, for modules that need no torch otherwise: torch's libraries must be loaded before it."""
 
 import torch  # noqa: F401
 

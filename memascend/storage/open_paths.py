@@ -1,4 +1,4 @@
-"""A tier over folders and raw devices that a person named: opened, measured, with a lock before each."""
+"""Opening a tier over user-given folders and raw devices, each measured and guarded by a lock."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def open_paths(
     group_of: Callable[[str], str] = lambda key: key,
     around: Callable[[str, Tier], Tier] | None = None,
 ) -> MultiPathTier:
-    """`paths` are folders, made where only the last part is missing, and formatted devices; named so in errors.
+    """Return a tier over `paths`: folders, created if only the last component is missing, and formatted devices.
 
-    `kind`: `direct` (one file in a folder) or `file` (a file for each tensor). `around` puts another tier around that
-    of a path; one that says its `drive_name` has a lock of its own, else paths share that of their drive: between
-    processes, not within one. Each is measured, alone where `exclusive`. Raises StorageError, and what the tiers raise,
-    with nothing left open.
+    `kind`: `direct` (one file per folder) or `file` (one file per tensor). `around` wraps the tier of a path in another
+    one; if that has a `drive_name`, it gets its own lock, else paths share the lock of their drive, which excludes
+    other processes but not transfers of the same process. Each path is measured, without other users if `exclusive`.
+    Errors name the paths as given. Raises StorageError, and what the tiers raise; then nothing stays open.
     """
     with contextlib.ExitStack() as opened:
         opened_paths: list[StoragePath] = []
@@ -71,8 +71,10 @@ def open_paths(
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """No other process transfers on the drive, and no other tier of this one; with a warning where the lock file, which
-    every user may write, cannot be used."""
+    """Keep other processes, and other tiers of this one, off the drive.
+
+    If the lock file, which every user may write, cannot be used, log a warning and continue without it.
+    """
     with contextlib.ExitStack() as held:
         try:
             lock = held.enter_context(contextlib.closing(FairLock(name)))

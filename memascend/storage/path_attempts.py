@@ -1,4 +1,4 @@
-"""Transfers of a tier over several paths, and their attempts: one transfer on one path, through its lock."""
+"""Transfers of a multi-path tier, and their attempts: one transfer on one path, through the path's lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PathAttempts", "PathTransfer"]
 
 
 class PathTransfer(Completion):
-    """One read or write of a key, over as many attempts as it takes."""
+    """One read or write of a key, over as many attempts as it needs."""
 
     def __init__(self, what: str, on_cancel: Callable[[PathTransfer], bool]) -> None:
         super().__init__(what)
@@ -30,7 +30,7 @@ class PathTransfer(Completion):
 
 
 class PathAttempts:
-    """Of a tier, under its `lock`."""
+    """Begins attempts for a tier, and tracks them under the tier's `lock`."""
 
     def __init__(self, failures: PathFailures, busy: Busy, lock: threading.RLock) -> None:
         self._failures, self._busy, self._lock = failures, busy, lock
@@ -46,7 +46,10 @@ class PathAttempts:
         *,
         now: bool,
     ) -> None:
-        """One transfer on one path, through its lock. With `now`, raises what `submit` raises if it is called here."""
+        """Begin one transfer on one path, through its lock, and call `ended` with its error or None.
+
+        `now`: if `submit` fails during this call, raise its error instead of passing it to `ended`.
+        """
         attempt = Attempt(path, write, ended)
         here = threading.get_ident()
         raised: list[BaseException] = []
@@ -92,12 +95,12 @@ class PathAttempts:
             raise raised[0]
 
     def _over(self, attempt: Attempt, nbytes: int) -> bool:
-        """False: it was given up before, and its end is nobody's."""
+        """Record the end of an attempt. Returns False if it was given up before, so that nobody waits for its end."""
         with self._lock:
             path = attempt.path
             path.under_way.pop(attempt, None)
             path.last_end = time.monotonic()
-            if attempt.over:  # late: it hung for a time, and what is read there can be read again
+            if attempt.over:  # late: it hung for a while; data on the path is readable again
                 path.hanging = any(each.over for each in path.under_way)
                 return False
             attempt.over = True

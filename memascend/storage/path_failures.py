@@ -1,5 +1,4 @@
-"""Which paths of a tier are taken out, and why: those that fail, fill, or hang; and which of them come back
-(`memascend.storage.multi_path`)."""
+"""Removal of paths that fail, fill up or hang from a tier, and their return to use (`memascend.storage.multi_path`)."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ HANG_S = 120.0
 
 
 class PathFailures:
-    """Of a tier's `paths`, under its `lock`. A thread, once there is anything to watch, looks for those that hang."""
+    """Tracks a tier's failed paths, guarded by its `lock`. A thread, started on demand, looks for those that hang."""
 
     def __init__(
         self, paths: Sequence[StoragePath], groups: GroupPlacement, busy: Busy, lock: threading.RLock, hang_s: float
     ) -> None:
-        """`hang_s`: seconds with something in flight on a path and no end there, after which it is taken out."""
+        """`hang_s` is the time without any completion, with transfers in flight, after which a path is taken out."""
         self.hang_s = hang_s
         self._paths, self._groups, self._busy, self._lock = paths, groups, busy, lock
         self._watched = threading.Condition(lock)
@@ -35,7 +34,7 @@ class PathFailures:
         self._stopped = False
 
     def take_out(self, path: StoragePath, error: StorageError, *, of_write: bool) -> None:
-        """`path` has failed, or is full; told once."""
+        """Take `path` out of use because it has failed, or mark it as full; log that once."""
         with self._lock:
             if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 told, path.full = path.full, True
@@ -53,15 +52,17 @@ class PathFailures:
         log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
 
     def to_try(self, current: Collection[StoragePath]) -> dict[StoragePath, int]:
-        """With the lock held: paths that may come back, and the bytes that must be free there: a group's, where it was
-        full. Not one where something is in flight that was given up, nor one that has the last write of a tensor
-        (`current`): what a path held when it was taken out is never read after it has come back."""
+        """Return the paths that may be probed for reuse, with the bytes that must be free: a group's, if it was full.
+
+        Requires the lock. Excluded are paths with a given-up transfer still in flight, and failed paths that have the
+        last write of a tensor (`current`): what a path had when it failed is never read after its return.
+        """
         group = max(self._groups.group_bytes.values(), default=0)
         out = [path for path in self._paths if not path.usable and not path.hanging and path not in current]
         return {path: group if path.full else 0 for path in self._paths if path in out or (path.usable and path.full)}
 
     def try_succeeded(self, path: StoragePath, current: Collection[StoragePath]) -> bool:
-        """With the lock held: what was written on `path` was read back. False: it stays out all the same."""
+        """Return `path` to use after test data was read back; False if it must stay out. Requires the lock."""
         if path not in self.to_try(current):
             return False
         path.failure, path.full = None, False
@@ -69,13 +70,13 @@ class PathFailures:
         return True
 
     def written(self, path: StoragePath) -> None:
-        """With the lock held: a write has ended well. Where all paths are out, that is enough for one to come back."""
+        """Note a successful write. If all paths are out, that suffices for this one to return. Requires the lock."""
         if path.failure is not None and not path.hanging and not any(each.usable for each in self._paths):
             path.failure = None
             log.warning("memascend: path %s is used again: a write succeeded when no other path was left", path.name)
 
     def watch(self) -> None:
-        """With the lock held: something is in flight."""
+        """Start the thread that looks for hangs; called when a transfer begins. Requires the lock."""
         if self._watcher is None:
             self._watcher = threading.Thread(
                 target=_look_for_hangs, args=(weakref.ref(self), self._watched, self.hang_s), daemon=True
@@ -84,14 +85,16 @@ class PathFailures:
             self._watcher.start()
 
     def stop(self) -> None:
-        """Nothing is in flight any more, and nothing will be."""
+        """Stop the thread; called when nothing is in flight and nothing will be."""
         with self._watched:
             self._stopped = True
             self._watched.notify_all()
 
     def _give_up_hanging(self) -> bool:
-        """What is in flight on a path where nothing has ended for too long is given up, and the path with it. False:
-        there is nothing to watch any more."""
+        """Give up the transfers on paths where nothing has ended for too long, and take these paths out.
+
+        Returns False if there is nothing to watch any more.
+        """
         given_up: list[tuple[Attempt, StorageError]] = []
         with self._lock:
             if self._stopped:
@@ -118,7 +121,7 @@ class PathFailures:
 
 
 def _look_for_hangs(failures: weakref.ref[PathFailures], watched: threading.Condition, hang_s: float) -> None:
-    """Until they are stopped, or gone; holds them only while it looks."""
+    """Look for hangs until `failures` is stopped or collected; a strong reference exists only during a look."""
     while True:
         with watched:
             watched.wait(hang_s / 4)

@@ -1,9 +1,10 @@
-"""One process on a path at a time, with as many transfers of its own as it likes (MLP-Offload 3.2).
+"""Exclusive access to a path for one process at a time, with any number of concurrent transfers (MLP-Offload 3.2).
 
-Processes that read and write one drive at once slow each other down by more than their number. A `PathLock` stands
-before a path in each process: transfers enter when the process holds the drive's `FairLock`, and the process gives that
-up when it has nothing more to do there, or has had its time and another process waits. All paths of a process that are
-on one drive share a `PathLock` (`path_lock_of`): with one each they would take turns with themselves.
+Processes that read and write one drive at the same time slow each other down more than proportionally. A `PathLock`
+therefore guards a path in each process: transfers enter while the process holds the drive's `FairLock`. The process
+releases that lock when it has no more transfers there, or when its time slice is over and another process waits. All
+paths of a process that are on one drive share a `PathLock` (`path_lock_of`); with separate ones they would take turns
+with each other.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ __all__ = ["PathLock", "path_lock_of"]
 
 log = logging.getLogger("memascend")
 
-_path_locks: dict[str, PathLock] = {}  # of this process, by the name of the lock
+_path_locks: dict[str, PathLock] = {}  # the path locks of this process, by lock name
 _registry_lock = threading.Lock()
 
 
 def path_lock_of(name: str) -> PathLock:
-    """This process's path lock on the fair lock called `name`, which is opened where nobody here has it yet; without a
-    fair lock, and with a warning, where that cannot be opened. Every caller closes it; the last one gives it up."""
+    """Return this process's path lock for the fair lock called `name`, and open the fair lock on first use.
+
+    If the fair lock cannot be opened, the path lock works without one, and a warning is logged. Every caller must
+    close what it gets; the last `close` releases the lock.
+    """
     with _registry_lock:
         path_lock = _path_locks.get(name)
         if path_lock is None or not path_lock._join():
@@ -44,7 +48,7 @@ def _lock_of(name: str) -> FairLock | None:
 
 
 def _forget_in_child() -> None:
-    """A child has its own turns; its parent's locks are closed in it."""
+    """Reset the registry: a forked child takes its own turns, and the parent's locks are closed in it."""
     global _registry_lock
     _registry_lock = threading.Lock()
     _path_locks.clear()
@@ -54,24 +58,27 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class PathLock:
-    """Thread-safe. Without a lock every transfer enters at once."""
+    """Admits transfers while this process has the fair lock; without one, at once. Thread-safe."""
 
     def __init__(self, lock: FairLock | None, turn_s: float = 0.25) -> None:
-        """`turn_s`: seconds after which a process lets nothing more in where another one waits: what a sub-group of
-        100 million parameters takes on a drive of 5 GB/s. Takes the lock over, and closes it."""
+        """Take ownership of `lock`, which `close` closes.
+
+        `turn_s` is the time in seconds after which a process admits nothing more if another one waits. The default is
+        about what a sub-group of 100 million parameters takes on a drive of 5 GB/s.
+        """
         self._lock, self._turn_s = lock, turn_s
         self._state = threading.Condition()
         self._waiting: deque[Callable[[], None]] = deque()
         self._inside = 0
-        self._has_turn = False  # the lock itself is had a moment before this says so, in the thread that waited for it
+        self._has_turn = False  # set shortly after the waiting thread has acquired the lock
         self._since = 0.0
         self._thread: threading.Thread | None = None
         self._closed = False
         self._users = 1
-        self.turns = 0  # that this process has had
+        self.turns = 0  # turns that this process has had
 
     def enter(self, begin: Callable[[], None]) -> None:
-        """Call `begin` when the path is this process's: in this thread if it is now, else in its own."""
+        """Call `begin` once this process has the path: in this thread if it has it now, else later in another one."""
         with self._state:
             self._waiting.append(begin)
             new_turn = False
@@ -86,7 +93,7 @@ class PathLock:
         _run(ready)
 
     def leave(self) -> None:
-        """A transfer that had entered has ended."""
+        """Report the end of a transfer that had entered."""
         with self._state:
             self._inside -= 1
             if self._lock is None:
@@ -97,26 +104,27 @@ class PathLock:
         _run(ready)
 
     def _join(self) -> bool:
-        """One more user; False: it is closed."""
+        """Add a user, and return whether that succeeded; a closed path lock takes none."""
         with self._state:
             self._users += not self._closed
             return not self._closed
 
     def close(self) -> None:
-        """The last user gives the lock up; what waits begins all the same, since it has to end. Idempotent then."""
+        """Drop one user. The last one releases the lock and starts what still waits, since it has to end. Idempotent
+        from then on."""
         with self._state:
             self._users -= 1
             if self._users > 0:
                 return
             self._closed = True
             lock, self._lock = self._lock, None
-            if lock is not None and self._thread is None:  # else that thread closes it when it has it
+            if lock is not None and self._thread is None:  # else that thread closes it once it has acquired it
                 lock.close()
             ready = self._admit()
         _run(ready)
 
     def _took(self, taken: bool) -> None:
-        """With the state held. What could not be had now is waited for by a thread."""
+        """Record whether the lock was `taken`; if not, start a thread that waits for it. Requires `_state`."""
         if taken:
             self._has_turn, self._since = True, time.monotonic()
             self.turns += 1
@@ -148,20 +156,23 @@ class PathLock:
         _run(ready)
 
     def _go_on_without(self, lock: FairLock, error: Exception) -> None:
-        """With the state held. Without a lock the transfers are right, only slower."""
+        """Continue without the lock: transfers stay correct and are only slower. Requires `_state`."""
         log.warning("memascend: %s: transfers continue without the inter-process lock: %s", lock.path, error)
         self._lock = None
         lock.close()
 
     def _give_up_turn(self, lock: FairLock) -> None:
-        """With the state held. What waits is for the next one."""
+        """Release the lock, and queue for the next turn if transfers wait. Requires `_state`."""
         self._has_turn = False
         lock.release()
         if self._waiting:
             self._took(False)
 
     def _admit(self, new_turn: bool = False) -> list[Callable[[], None]]:
-        """With the state held: who may begin now; in a new turn, however long it took to get here, what has waited."""
+        """Return the callbacks that may begin now. Requires `_state`.
+
+        A new turn admits everything that has waited, however long the lock took to acquire.
+        """
         if self._lock is not None:
             over = not new_turn and time.monotonic() - self._since > self._turn_s
             if not self._has_turn or (self._waiting and over and self._lock.contended()):

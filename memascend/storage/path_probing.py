@@ -1,10 +1,11 @@
-"""Paths that keep no group are measured again now and then: else one that was slow once would be left out for ever.
+"""Periodic measurement of paths without groups, so that a path that was slow once is not excluded for ever.
 
-What keeps groups is observed at its work. A path that was too slow for any moves nothing, so that nobody would see that
-it has recovered, or that only its first measurement was disturbed; nor that one which failed or was full works again.
-So it is measured as at the start (`path_rates.measure`): 16 MiB, less where it is slow, are written, read and
-compared beside the training, which waits for none of it. After two, four, eight … passes, up to `_MOST_PASSES`: a path
-that has been out for n passes is back within 2n. One that comes back and is soon out again waits longer than before.
+The rates of a path with groups are observed during its work. A path that was too slow for any group moves nothing, so
+nobody would notice that it has recovered, that its first measurement was disturbed, or that a failed or full path
+works again. So it is measured as at the start (`path_rates.measure`): 16 MiB, or less on a slow path, are written,
+read and compared in the background, and training waits for none of it. This happens after two, four, eight … passes,
+up to `_MOST_PASSES`: a path that was out for n passes is back within 2n. A path that returns and soon drops out again
+waits longer than before.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ __all__ = ["PathProber"]
 
 log = logging.getLogger("memascend")
 
-_MOST_PASSES = 64  # between two measurements of a path
+_MOST_PASSES = 64  # maximum between two measurements of a path
 
 
 @dataclass
 class _Idle:
     passes: int = 0
-    wait: int = 2  # in the first one what it kept is still read there
+    wait: int = 2  # in the first pass its former groups are still read from it
     in_use: int = 0  # passes since it was last idle
     measuring: threading.Thread | None = None
-    blocked: bool = False  # what measures waits for a transfer that hangs, or for its turn
+    blocked: bool = False  # the thread waits for a hanging transfer, or for the path's lock
 
 
 class PathProber:
-    """Of a tier's paths. `pass_over` is called with the tier's lock held, `measured` without it, in another thread."""
+    """Measures a tier's idle paths. `pass_over` runs under the tier's lock; `measured` runs in another thread."""
 
     def __init__(self, measured: Callable[[StoragePath, Rates], None], hang_s: float) -> None:
-        """`hang_s`: seconds after which a transfer that has not ended is given up."""
+        """`hang_s` is the time in seconds after which an unfinished transfer is given up."""
         self._measured, self._hang_s = measured, hang_s
         self._idle: dict[StoragePath, _Idle] = {}
         self._stopped = threading.Event()
 
     def pass_over(self, idle: Mapping[StoragePath, int]) -> None:
-        """A pass has ended in which these paths kept no group, or were out, each with the bytes that must be free."""
+        """Count a pass in which the `idle` paths had no group or were out; each maps to the bytes that must be free."""
         for path, state in list(self._idle.items()):
             state.in_use = 0 if path in idle else state.in_use + 1
             if state.in_use >= state.wait and not self.measuring(path):
@@ -63,21 +64,23 @@ class PathProber:
                 state.measuring.start()
 
     def measuring(self, path: StoragePath) -> bool:
-        """Also as long as a transfer that was given up is in flight there."""
+        """Return whether a measurement runs on `path`, or a transfer that it gave up is still in flight."""
         state = self._idle.get(path)
         return state is not None and state.measuring is not None and state.measuring.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """For what is measured now."""
+        """Wait for the measurements in progress."""
         deadline = time.monotonic() + timeout_s
         for state in list(self._idle.values()):
             if state.measuring is not None:
                 state.measuring.join(max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
-        """Begin nothing more, before the paths are closed and the interpreter may end: what measures goes no further
-        than the transfers that it has begun, and is waited for, `hang_s` at most, until nothing but one that hangs, or
-        another process's turn, keeps it."""
+        """Start no more measurements; called before the paths are closed and the interpreter may exit.
+
+        Running measurements begin no further transfers. This waits for them, for up to `hang_s`, unless they are
+        blocked by a hanging transfer or wait for another process's turn.
+        """
         self._stopped.set()
         deadline = time.monotonic() + self._hang_s
         for state in list(self._idle.values()):
@@ -93,7 +96,7 @@ class PathProber:
                 return
             if (rates := self._measured_alone(path, probed, state)) is not None:
                 self._measured(path, rates)
-        except (OSError, RuntimeError) as error:  # it goes on without; or the tier was closed meanwhile
+        except (OSError, RuntimeError) as error:  # continue without a new measurement; the tier may have been closed
             log.debug("memascend: path %s: %s", path.name, error)
         state.blocked = True
         while any(not each.is_set() for each in probed.under_way):
@@ -112,8 +115,10 @@ class PathProber:
 
 
 class _Probed:
-    """A path's tier, where no wait is longer than `hang_s`, nor in the engine's code: an interpreter that ends would be
-    aborted there."""
+    """A path's tier with waits limited to `hang_s`.
+
+    The waits happen in Python: a daemon thread inside the engine's code aborts the interpreter when that exits.
+    """
 
     def __init__(self, path: StoragePath, hang_s: float, stopped: threading.Event) -> None:
         self._path, self._hang_s, self._stopped = path, hang_s, stopped
@@ -152,7 +157,7 @@ class _Begun:
         transfer.add_done_callback(self._end)
 
     def _end(self, transfer: Completion) -> None:
-        self._error = transfer.error()  # asked for at once: of several that fail, the first alone is raised
+        self._error = transfer.error()  # retrieved at once, since of several failures only the first is raised
         self.ended.set()
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""How fast a path is before anything is known of it: a short benchmark at the start (MLP-Offload 3.3)."""
+"""Initial rates of a path, from a short benchmark at the start (MLP-Offload 3.3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Waited(Protocol):
 
 
 class Probed(Protocol):
-    """What `measure` needs of a tier."""
+    """The part of a tier that `measure` uses."""
 
     @property
     def free_bytes(self) -> int: ...
@@ -39,13 +39,13 @@ class Probed(Protocol):
 
 
 def measure(tier: Probed, probe_bytes: int = PROBE_BYTES) -> Rates | None:
-    """Write and read `probe_bytes` in pieces that are in flight together; None where the path has no room for them.
+    """Measure a path by writing and reading `probe_bytes` in concurrent pieces; None if it has too little free space.
 
-    Takes `probe_bytes` of memory and room for as long as it lasts. A path that is slower than 16 MB/s, twice, is probed
-    with its first piece alone. Raises StorageError where the path cannot be used, or gives other bytes than it got.
+    Needs `probe_bytes` of memory and of space meanwhile. If the first piece shows less than 16 MB/s twice, only that
+    piece is measured. Raises StorageError if the path cannot be used, or returns other data than was written.
     """
     pieces = max(1, probe_bytes // _PIECE_BYTES)
-    chance = torch.Generator().manual_seed(0)  # of its own: a training's random numbers must stay as they are
+    chance = torch.Generator().manual_seed(0)  # its own generator, so that training's random numbers do not change
     shape = (pieces, min(probe_bytes, _PIECE_BYTES))
     memory = torch.randint(0, 256, shape, dtype=torch.uint8, generator=chance)
     keys = [f"{_KEY} {number}" for number in range(pieces)]
@@ -53,7 +53,7 @@ def measure(tier: Probed, probe_bytes: int = PROBE_BYTES) -> Rates | None:
         return None
     try:
         first = _seconds(tier.write, keys[:1], memory[:1])
-        if first > _LONG_S:  # a path that was busy for a moment would be left out for ever
+        if first > _LONG_S:  # repeat, since a path that was busy for a moment would never be used
             first = min(first, _seconds(tier.write, keys[:1], memory[:1]))
         if first > _LONG_S:
             return Rates(memory[0].nbytes / _seconds_to_read(tier, keys[:1], memory[:1]), memory[0].nbytes / first)
@@ -67,7 +67,7 @@ def measure(tier: Probed, probe_bytes: int = PROBE_BYTES) -> Rates | None:
 
 
 def _seconds_to_read(tier: Probed, keys: list[str], pieces: torch.Tensor) -> float:
-    """What `pieces` were written from, compared with what they were."""
+    """Return the time to read back `pieces`, and check that the data is what was written."""
     written = [zlib.crc32(piece.numpy()) for piece in pieces]
     pieces.zero_()
     seconds = _seconds(tier.read, keys, pieces)

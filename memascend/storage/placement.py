@@ -1,8 +1,9 @@
-"""Which path keeps which sub-group: MLP-Offload's Eq. 1, and what balances the paths' times. No torch here.
+"""Assignment of sub-groups to paths: Eq. 1 of MLP-Offload, and a variant that balances times. Imports no torch.
 
-A path that is read at R and written at W bytes per second moves a sub-group of s bytes in and out in s/R + s/W seconds.
-Paths end together where each has as many as that time allows. The paper takes min(R, W) in its place, which gives the
-same where R/W is equal on all paths, and else sends too much to paths whose two rates differ less (erratum M2).
+A path that reads R and writes W bytes per second moves a sub-group of s bytes in and out in s/R + s/W seconds. All
+paths finish together if each has a share in inverse proportion to that time. The paper uses min(R, W) instead, which is
+equivalent if R/W is the same on all paths; otherwise it gives too much to paths whose two rates differ less
+(erratum M2).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PLACEMENTS = ("balanced", "as_published")
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of a path, read and written."""
+    """Read and write bandwidth of a path in bytes per second."""
 
     read: float
     write: float
@@ -29,17 +30,17 @@ class Rates:
 
     @property
     def slower(self) -> float:
-        """B_i of Eq. 1."""
+        """The slower of both rates: B_i of Eq. 1."""
         return min(self.read, self.write)
 
     @property
     def round_trip(self) -> float:
-        """Bytes per second that come in and go out again, one direction at a time."""
+        """Bytes per second that are read and written back, one direction at a time."""
         return 1 / (1 / self.read + 1 / self.write)
 
 
 def weights(placement: str | Sequence[float], rates: Sequence[Rates]) -> list[float]:
-    """What the paths' shares are in proportion to. A sequence is a ratio set by hand, as in the authors' artifact."""
+    """Return the weights of the paths' shares. A sequence is a user-given ratio, as in the authors' artifact."""
     if not isinstance(placement, str):
         if len(placement) != len(rates) or min(placement) < 0 or sum(placement) <= 0:
             raise ValueError(f"a ratio names a share for each of {len(rates)} paths, got {list(placement)}")
@@ -50,10 +51,10 @@ def weights(placement: str | Sequence[float], rates: Sequence[Rates]) -> list[fl
 
 
 def counts(groups: int, placement: str | Sequence[float], rates: Sequence[Rates]) -> list[int]:
-    """How many of `groups` equal sub-groups each path keeps; their sum is `groups`.
+    """Return how many of `groups` equal sub-groups each path gets; the sum is `groups`.
 
-    `as_published`: T_i = ceil(M B_i / sum B) (Eq. 1); what the ceilings are too many is taken from the paths that were
-    rounded up most. `balanced`: the counts whose slowest path ends first.
+    `as_published`: T_i = ceil(M B_i / sum B) (Eq. 1); the excess of the ceilings is taken from the paths that were
+    rounded up most. `balanced`: the counts for which the slowest path ends first.
     """
     shares = weights(placement, rates)
     total = sum(shares)
@@ -71,15 +72,15 @@ def counts(groups: int, placement: str | Sequence[float], rates: Sequence[Rates]
 
 
 def first_done(held: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
-    """The path that is the first to be done with `more` on top of what it holds."""
+    """Return the index of the path that would finish first with `more` added to its load."""
     usable = [i for i, share in enumerate(shares) if share > 0]
     return min(usable, key=lambda i: ((held[i] + more) / shares[i], i))
 
 
 def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: Sequence[Rates]) -> dict[str, int]:
-    """The path of each sub-group, by its number: neighbours in the order of `sizes` (bytes) on different paths.
+    """Return the path index of each sub-group; neighbours in the order of `sizes` (bytes) go to different paths.
 
-    So at any time of a pass, in either direction, each path has had about its share.
+    So at any point of a pass, in either direction, each path has processed about its share.
     """
     shares = weights(placement, rates)
     left = counts(len(sizes), placement, rates) if placement == "as_published" else None
@@ -96,7 +97,7 @@ def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: S
 
 
 def update_seconds(held_bytes: Sequence[float], rates: Sequence[Rates], duplex: bool = False) -> float:
-    """Seconds to read and write what each path holds, all paths at once; `duplex`: both directions of a path too."""
+    """Return the seconds to read and write each path's load on all paths at once; `duplex`: both directions too."""
     each = (
         max(held / r.read, held / r.write) if duplex else held / r.read + held / r.write
         for held, r in zip(held_bytes, rates, strict=True)

@@ -1,7 +1,7 @@
-"""Files that share their blocks with another one: made without moving a byte, and left alone by whoever writes it next.
+"""Files that share blocks with another file, created without copying, that later writes to either do not change.
 
-A *reflink* (Btrfs, XFS, and others that know FICLONERANGE) shares ranges of any file until one side is written. A *hard
-link* is a second name of a whole file, so it is safe only while the other name's owner writes to new files.
+A *reflink* (Btrfs, XFS, and other file systems with FICLONERANGE) shares ranges of any file until one side is written.
+A *hard link* is a second name of a whole file, so it is safe only if the owner of the other name writes to new files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 
 REFLINK, LINK = "reflink", "link"
 _FICLONERANGE = 0x4020940D  # linux/fs.h: struct file_clone_range {s64 fd; u64 offset; u64 length; u64 to}
-BLOCK_BYTES = 4096  # ranges begin and end at multiples of the file system's block
+BLOCK_BYTES = 4096  # ranges begin and end at multiples of the file system's block size
 
 
 def reflinked(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]], target: Path, nbytes: int) -> bool:
-    """Make `target` of the `ranges` (offset, bytes) of `source`, cut off at `nbytes`. Offsets are multiples of 4096.
+    """Create `target` from the `ranges` (offset, bytes) of `source`, truncated to `nbytes`.
 
-    False, and nothing is left, where the file systems cannot: another one, no reflinks, larger blocks. Raises OSError
-    where `target` cannot be made. What `source` was written is on the disk when `target` has been synced.
+    Offsets are multiples of 4096. Returns False, and leaves no file, if that is not possible: different file systems,
+    no reflinks, larger blocks. Raises OSError if `target` cannot be created. Syncing `target` also makes the data
+    written to `source` durable.
     """
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -37,9 +38,11 @@ def reflinked(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]],
 
 
 def shared(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]], handle: int, at: int) -> bool:
-    """Have the file open as `handle`, which ends no later than there, share the `ranges` of `source` from byte `at` on,
-    a multiple of 4096; whole blocks, as far as `source` goes. False where the file systems cannot: `handle` may then
-    have some of the blocks."""
+    """Share the `ranges` of `source` with the file open as `handle`, from byte `at` on; return whether that succeeded.
+
+    `at` is a multiple of 4096, and the file ends at or before it. Whole blocks are shared, up to the end of `source`.
+    On failure (the file systems cannot), `handle` may have some of the blocks.
+    """
     try:
         with open(source, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -53,7 +56,7 @@ def shared(source: str | os.PathLike[str], ranges: Sequence[tuple[int, int]], ha
 
 
 def hard_linked(source: str | os.PathLike[str], target: Path) -> bool:
-    """Make `target` another name of `source`; False, and nothing is left, where that cannot be."""
+    """Create `target` as another name of `source`; return False, and leave no file, if that is not possible."""
     try:
         os.link(source, target)
     except OSError:
@@ -62,9 +65,9 @@ def hard_linked(source: str | os.PathLike[str], target: Path) -> bool:
 
 
 def detach(path: str | os.PathLike[str], *, keep_content: bool) -> None:
-    """Before `path` is written: where its file has another name too, `path` gets a file of its own.
+    """Give `path` its own file before a write, if the file has another name too.
 
-    With `keep_content` a copy, else none, which the writer makes. A `path` that is not there is left so.
+    With `keep_content` that is a copy; else `path` is removed, and the writer creates it. A missing `path` is ignored.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.stat(path).st_nlink == 1:

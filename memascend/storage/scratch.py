@@ -1,9 +1,9 @@
-"""Files for volatile engines: locked while their process lives, removed with the engine, collected after a kill.
+"""Scratch files of volatile engines: locked while their process lives, removed with the engine or after its death.
 
-A scratch file says in its superblock whose it is (owner and process). Whether that process lives is told by a lock on
-the open file, never by its number: a number can be another process's by now, or of another container. Where locks are
-local to a node (BeeGFS, Lustre with localflock, NFS with nolock) that says nothing about processes of other hosts: the
-name carries marks of the kernel's boot and of the host, and what has neither of ours is left alone.
+The superblock of a scratch file names its owner and process. Whether that process lives is decided by a lock on the
+open file, never by its PID, which may by now belong to another process, or to a process of another container. If locks
+are local to a node (BeeGFS, Lustre with localflock, NFS with nolock), they say nothing about processes of other hosts.
+The file name therefore has marks of the kernel boot and of the host, and a file that matches neither is left alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from memascend.storage.locks import try_lock
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.native import _C
 
-UNIT_BYTES = 4096  # of space, in a file that grows with its tensors
-_UNITS_AT_MOST = 8 << 20  # so that the map of them takes at most 1 MiB of memory; larger files have larger units
-_LOG_BYTES = 4096  # nothing is ever committed to it
-_EMPTY_BYTES = 2 << 20  # superblocks, the log, and the first of the space
-_OWNER = f"{SCRATCH_PREFIX}owner"  # of a scratch folder: JSON, with the lock on it
-_LIVE_BYTE = (1 << 60) + 1  # its lock says that the process lives; the store's own is the byte before
+UNIT_BYTES = 4096  # allocation unit of a file that grows with its tensors
+_UNITS_AT_MOST = 8 << 20  # limits the allocation bitmap to 1 MiB of memory; larger files use larger units
+_LOG_BYTES = 4096  # minimal, since nothing is ever committed to it
+_EMPTY_BYTES = 2 << 20  # superblocks, the log, and the first part of the space
+_OWNER = f"{SCRATCH_PREFIX}owner"  # the locked JSON file of a scratch folder
+_LIVE_BYTE = (1 << 60) + 1  # locked while the process lives; the store itself locks the byte before it
 
 
 def room_for(sizes: Iterable[int]) -> int:
-    """The space that tensors of these sizes in bytes take in one scratch file."""
+    """Return the space that tensors of these sizes take in one scratch file, in bytes."""
     each = list(sizes)
     unit = _unit_bytes(sum(each))
     return sum(-(-size // unit) * unit for size in each)
@@ -53,13 +53,13 @@ def _new_path(folder: str | os.PathLike[str]) -> str:
 
 
 def _is_locked(fd: int, path: str) -> bool:
-    """The lock that says that we live. Raises StorageError, with the file gone, where there are no locks."""
+    """Take the lock that marks this process as alive. Without lock support, delete the file and raise StorageError."""
     try:
         return try_lock(fd, _LIVE_BYTE)
     except OSError as error:
         os.close(fd)
         Path(path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # where it was the owner file of a folder
+        with contextlib.suppress(OSError):  # if it was the owner file of a folder
             if os.path.basename(path) == _OWNER:
                 os.rmdir(os.path.dirname(path))
         reason = (
@@ -70,7 +70,7 @@ def _is_locked(fd: int, path: str) -> bool:
 
 
 def _is_dead(fd: int) -> bool:
-    """Nobody has the lock; not where there are none, which says nothing."""
+    """Return whether nobody has the lock; False if the file system has no locks, which proves nothing."""
     try:
         return try_lock(fd, _LIVE_BYTE)
     except OSError:
@@ -79,14 +79,14 @@ def _is_dead(fd: int) -> bool:
 
 @dataclass
 class ScratchFile:
-    """A formatted file, empty but for its index, locked by `fd` in process `pid`."""
+    """A formatted file with an empty index, locked through `fd` by process `pid`."""
 
     path: str
     fd: int
     pid: int
 
     def remove(self) -> None:
-        """Idempotent. Only in the process that made it: after a fork it is the parent's."""
+        """Remove the file, if called in the process that created it: after a fork it is the parent's. Idempotent."""
         if self.fd >= 0 and os.getpid() == self.pid:
             Path(self.path).unlink(missing_ok=True)
             os.close(self.fd)
@@ -94,7 +94,7 @@ class ScratchFile:
 
 
 def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: str) -> ScratchFile:
-    """A file that is to hold `size_bytes`, which it is still to be grown to. Raises StorageError."""
+    """Create a scratch file for `size_bytes` of tensors; it still has to be grown to that. Raises StorageError."""
     while True:
         path = _new_path(folder)
         try:
@@ -103,7 +103,7 @@ def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: 
             continue
         except OSError as error:
             raise StorageError("create", path, 0, size_bytes, 0, error.errno, error.strerror or str(error)) from error
-        if _is_locked(fd, path) and os.fstat(fd).st_nlink > 0:  # else somebody who collects leftovers was faster
+        if _is_locked(fd, path) and os.fstat(fd).st_nlink > 0:  # else a process that collects leftovers was faster
             break
         os.close(fd)
     scratch = ScratchFile(path, fd, os.getpid())
@@ -119,7 +119,7 @@ def create_scratch_file(folder: str | os.PathLike[str], size_bytes: int, owner: 
 
 @dataclass
 class ScratchFolder:
-    """A folder of one process's files, removed with them; `fd` holds the lock on its owner file in process `pid`."""
+    """A folder for one process's files, removed with them; `fd` has the lock on its owner file, in process `pid`."""
 
     path: str
     fd: int
@@ -130,7 +130,7 @@ class ScratchFolder:
         return os.path.join(self.path, _OWNER)
 
     def remove(self) -> None:
-        """Idempotent. Only in the process that made it."""
+        """Remove the folder and its files, if called in the process that created it. Idempotent."""
         if self.fd >= 0 and os.getpid() == self.pid:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.fd)
@@ -138,7 +138,7 @@ class ScratchFolder:
 
 
 def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> ScratchFolder:
-    """A folder of its own in `folder`, which must be there. Raises StorageError."""
+    """Create a scratch folder in `folder`, which must exist. Raises StorageError."""
     while True:
         path = _new_path(folder)
         try:
@@ -147,7 +147,7 @@ def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> Scratch
         except FileExistsError:
             continue
         except FileNotFoundError as error:
-            if os.path.isdir(folder):  # somebody who collects leftovers has removed it while it was empty
+            if os.path.isdir(folder):  # a process that collects leftovers removed the empty folder
                 continue
             raise StorageError("create", path, 0, 0, 0, error.errno, error.strerror or str(error)) from error
         except OSError as error:
@@ -159,7 +159,7 @@ def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> Scratch
 
 
 def require_room(path: str, more_bytes: int) -> None:
-    """Raises StorageError (ENOSPC) if the file system has not that much: filling it up would hurt its other users."""
+    """Raise StorageError (ENOSPC) if the file system has less than `more_bytes` free, rather than fill it up."""
     status = os.statvfs(path)
     free = status.f_bavail * status.f_frsize
     if more_bytes > free:
@@ -169,9 +169,9 @@ def require_room(path: str, more_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class RemovedScratch:
-    """A scratch file that was removed: `bytes` on disk, and what its superblock said of its owner.
+    """A scratch file that was removed: its `bytes` on disk, and its owner according to its superblock.
 
-    `owner` is empty and `pid` 0 where its process was killed before it had written a superblock.
+    `owner` is empty and `pid` is 0 if the process was killed before it had written a superblock.
     """
 
     path: str
@@ -188,18 +188,20 @@ class RemovedScratch:
 
 
 def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -> list[RemovedScratch]:
-    """Removes the files and folders in `folder` whose processes are dead, and their stores' control files. What another
-    host has made is left, since its locks may be its own."""
+    """Remove the files and folders in `folder` whose processes are dead, and the control files of their stores.
+
+    What another host has created is left alone, since its locks may be local to it.
+    """
     removed = []
     for path in sorted(Path(folder).glob(f"{SCRATCH_PREFIX}*")):
-        if is_of_another_host(path.name.removeprefix(SCRATCH_PREFIX).split("-")[1:-1]):  # earlier versions: no marks
+        if is_of_another_host(path.name.removeprefix(SCRATCH_PREFIX).split("-")[1:-1]):  # older names have no marks
             continue
         if path.is_dir() and not path.is_symlink():
             removed += _collect_scratch_folder(path)
             continue
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # another user's, a link, or gone by now
+        except OSError:  # another user's file, a link, or removed meanwhile
             continue
         try:
             status = os.fstat(fd)
@@ -216,7 +218,7 @@ def collect_scratch_files(folder: str | os.PathLike[str], control_folder: str) -
 
 
 def _collect_scratch_folder(path: Path) -> list[RemovedScratch]:
-    """Empty where its owner lives, or it is not ours."""
+    """Remove a scratch folder; return an empty list if its owner lives, or if it is not a scratch folder."""
     try:
         fd = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -241,9 +243,9 @@ def _collect_scratch_folder(path: Path) -> list[RemovedScratch]:
 
 
 def _dead_owner(path: str, fd: int) -> tuple[str, str, int] | None:
-    """The store's uuid, owner and process; empty and 0 if it was killed while it made the file.
+    """Return the store's uuid, owner and PID; empty strings and 0 if it was killed while creating the file.
 
-    None: the owner lives (it holds the lock), or the file is not ours.
+    Returns None if the owner lives (it holds the lock), or if the file is not a scratch file.
     """
     if not _is_dead(fd):
         return None

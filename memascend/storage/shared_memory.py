@@ -1,8 +1,8 @@
-"""What killed processes have left in shared memory (/dev/shm): found, and removed where nobody can need it.
+"""Detection and removal of what killed processes have left in shared memory (/dev/shm).
 
-Two kinds of files. A store's control file (2 MiB or more) carries locks that its living users hold, so that a dead
-one's is known for sure (csrc/core/control_file.cpp). DeepSpeed's all-reduce buffers (66 MiB per rank) carry none, and
-DeepSpeed never removes them: one is left over when no process maps it and it is not just being made.
+There are two kinds of files. A store's control file (2 MiB or more) carries locks that its living users hold, so it is
+certain when their process is dead (csrc/core/control_file.cpp). DeepSpeed's all-reduce buffers (66 MiB per rank) carry
+none, and DeepSpeed never removes them: one counts as left over if no process maps it and it is not newly created.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from memascend.storage.locks import try_lock
 
 CONTROL_FOLDER = "/dev/shm"
-# Of a control file (csrc/core/control_layout.h): a header and what is reserved, and a bit for each unit of space.
+# Sizes of a control file (csrc/core/control_layout.h): header and reservations, and one bit per unit of space.
 _CONTROL_BYTES, _PAGE_BYTES = 4096 + 16 * 131072, 4096
 _CONTROL = re.compile(r"memascend-[0-9a-f]{32}")
-# Of one rank: what DeepSpeed's all-reduce on CPUs makes at its start (shm.cpp: twice 1 and twice 32 MiB, and a header).
+# Buffers of one rank that DeepSpeed's CPU all-reduce creates (shm.cpp): twice 1 and twice 32 MiB, and a header.
 _ALL_REDUCE_BYTES = 67 << 20
 _BUFFER_PREFIX = "deepspeed_allreduce_buffer_"
-_OPENING, _PRESENCE = 0, 1  # bytes of a control file that carry locks: held while it is opened, and while it is used
+_OPENING, _PRESENCE = 0, 1  # locked bytes of a control file: while it is being opened, and while it is in use
 _UNLOCKED = "dead, its locks are not held by any process"
 _UNMAPPED = "dead, no process maps it"
-_YOUNG_S = 60  # ranks of another container, whose mappings are not seen here, have opened their buffers by then
+_YOUNG_S = 60  # by then ranks of another container, whose mappings are not visible here, have opened their buffers
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file that was removed, and its bytes; `kind` says what it was, `sign` how its owner was known to be dead."""
+    """A removed file and its bytes; `kind` says what it was, `sign` why its owner is known to be dead."""
 
     path: str
     kind: str
@@ -44,14 +44,14 @@ class Leftover:
 
 
 def control_file_bytes(data_bytes: int, unit_bytes: int) -> int:
-    """Of the control file of a store of one file, which has room for `data_bytes` in such units."""
+    """Return the bytes of the control file of a one-file store with `data_bytes` of space in such units."""
     units = -(-data_bytes // unit_bytes)
     return _CONTROL_BYTES + -(-units // (8 * _PAGE_BYTES)) * _PAGE_BYTES
 
 
 @dataclass(frozen=True)
 class Room:
-    """Of shared memory: what is free, and what a training on DeepSpeed takes there where the device is a CPU."""
+    """Free shared memory, and what DeepSpeed training on a CPU device needs there, in bytes."""
 
     free_bytes: int
     needed_bytes: int
@@ -64,13 +64,13 @@ class Room:
 
 
 def room(ranks: int, folder: str | os.PathLike[str] = CONTROL_FOLDER) -> Room:
-    """A container has 64 MiB in all if it was not given more, which is less than one rank's buffers."""
+    """Return free and needed bytes. A container has 64 MiB by default, which is less than one rank's buffers."""
     status = os.statvfs(folder)
     return Room(status.f_bavail * status.f_frsize, ranks * (_ALL_REDUCE_BYTES + _CONTROL_BYTES))
 
 
 def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:
-    """Remove the control files and DeepSpeed's buffers of dead processes; other users' files are left alone."""
+    """Remove the control files and DeepSpeed buffers of dead processes; other users' files are left alone."""
     root, removed = Path(folder), []
     for path in sorted(root.glob("memascend-*")):
         size = _remove_control(path) if _CONTROL.fullmatch(path.name) else None
@@ -88,7 +88,7 @@ def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> li
 
 
 def _remove_control(path: Path) -> int | None:
-    """Bytes that were given back; None where the file is used, or not ours. As the last user of a store removes it."""
+    """Remove a control file as a store's last user would; return the bytes freed, or None if in use or not ours."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -104,7 +104,7 @@ def _remove_control(path: Path) -> int | None:
 
 
 def _is_old_file_of_ours(path: Path) -> bool:
-    """A regular file of this user (of any user, for root), made a while ago."""
+    """Return whether this is a regular file of this user (for root: of any user) that is not newly created."""
     try:
         status = path.lstat()
     except OSError:
@@ -114,14 +114,14 @@ def _is_old_file_of_ours(path: Path) -> bool:
 
 
 def _mapped_files() -> set[tuple[int, int]]:
-    """(device, inode) of every file that a process here maps, as far as it may be looked at."""
+    """Return (device, inode) of every file that visible processes map, as far as permissions allow."""
     return {entry for maps in Path("/proc").glob("[0-9]*/maps") for entry in _mappings(maps)}
 
 
 def _mappings(maps: Path) -> Iterator[tuple[int, int]]:
     try:
         lines = maps.read_text(errors="replace").splitlines()
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # the process has ended, or is another user's
         return
     for line in lines:
         device, inode = line.split(None, 5)[3:5]

@@ -1,4 +1,4 @@
-"""Space that is reserved on several paths before it is needed."""
+"""Reservation of space on several paths before it is needed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["reserve"]
 
 
 def reserve(shares: Mapping[StoragePath, float], more_bytes: int, place: str) -> None:
-    """On each path its share of `more_bytes`, and what finds no room there on the others.
+    """Reserve `more_bytes` over the paths in proportion to `shares`; what does not fit on one goes to the others.
 
-    `shares` are what the paths' parts are in proportion to, `place` is for messages. StorageError (ENOSPC) where all
-    together have not that much.
+    `place` is for messages. Raises StorageError (ENOSPC) if all paths together do not have that much.
     """
     left = more_bytes
     room = {path: path.tier.free_bytes for path in shares}
@@ -30,7 +29,7 @@ def reserve(shares: Mapping[StoragePath, float], more_bytes: int, place: str) ->
             part = min(part, left)
             try:
                 path.tier.reserve(reserved[path] + part)
-            except StorageError:  # what it has free is not all for tensors
+            except StorageError:  # not all of its free space is usable for tensors
                 room[path] = 0
                 continue
             reserved[path] += part

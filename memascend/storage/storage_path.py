@@ -1,4 +1,4 @@
-"""One path of a tier over several: what is known of it, what is in flight on it, what it did."""
+"""One path of a multi-path tier: its properties, its transfers in flight, and its statistics."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from memascend.storage.tier import Tier, Transferred
 
 __all__ = ["Attempt", "Busy", "PathReport", "StoragePath", "no_path_takes", "nothing_ends", "observe", "with_key"]
 
-_OLD_SHARE = 0.5  # of a rate that was known, in the mean with what was just observed
-_LEAST_OBSERVED_S = 0.02  # of transfers; less says nothing about a path
+_OLD_SHARE = 0.5  # weight of the previous rate in the mean with the observed one
+_LEAST_OBSERVED_S = 0.02  # transfer time below which an observation is not significant
 
 
 @dataclass(eq=False)
 class StoragePath:
-    """A path of a :class:`MultiPathTier`: its name in messages, the tier that keeps it, what is known of it.
+    """A path of a :class:`MultiPathTier`: its name in messages, its tier, and its state.
 
-    `rates`: as measured at the start (`path_rates.measure`); None: as fast as the others. `lock`: None lets all in.
+    `rates` as measured at the start (`path_rates.measure`); None stands for the mean of the known paths. The default
+    `lock` admits everything.
     """
 
     name: str
     tier: Tier
     rates: Rates | None = None
     lock: PathLock = field(default_factory=lambda: PathLock(None))
-    failure: StorageError | None = field(default=None, init=False)  # why it was taken out
+    failure: StorageError | None = field(default=None, init=False)  # why it was taken out of use
     hanging: bool = field(default=False, init=False)
     full: bool = field(default=False, init=False)
     under_way: dict[Attempt, float] = field(default_factory=dict, init=False)
@@ -44,7 +45,7 @@ class StoragePath:
 
 @dataclass(frozen=True)
 class PathReport:
-    """What a path of a tier is and holds; rates in bytes per second, as last observed."""
+    """State and contents of a path; rates in bytes per second, as last observed."""
 
     name: str
     rates: Rates
@@ -57,7 +58,7 @@ class PathReport:
 
 
 class Attempt:
-    """One transfer on one path; `over` once it has ended, or nobody waits for it any more."""
+    """One transfer on one path; `over` once it has ended or was given up."""
 
     __slots__ = ("ended", "inner", "over", "path", "write")
 
@@ -68,7 +69,7 @@ class Attempt:
 
 
 class Busy:
-    """Bytes moved, and seconds in which at least one transfer of a direction was in flight. Under the tier's lock."""
+    """Bytes moved, and seconds in which a transfer of a direction was in flight. Guarded by the tier's lock."""
 
     def __init__(self) -> None:
         self.bytes = [0, 0]
@@ -95,7 +96,7 @@ class Busy:
 
 
 def with_key(error: StorageError, key: str) -> StorageError:
-    """Of a path that knows files alone: the tensor's name is what a user can do something with."""
+    """Return `error` with the tensor's name, which a path that only knows files does not report."""
     if error.key is not None:
         return error
     reason = f"{error.reason}: it was there alone"
@@ -105,7 +106,7 @@ def with_key(error: StorageError, key: str) -> StorageError:
 def no_path_takes(
     key: str, nbytes: int, place: str, paths: Sequence[StoragePath], tried: Mapping[StoragePath, StorageError]
 ) -> StorageError:
-    """Of a write that found no path, with every path's reason: as it was `tried` now, or as it was taken out."""
+    """Return the error of a write that no path accepted, with each path's reason: from now (`tried`) or earlier."""
     errors = [tried.get(path) or path.failure for path in paths]
     reasons = (f"{path.name}: {e.reason if e else 'no'}" for path, e in zip(paths, errors, strict=True))
     codes = {error.errno for error in errors if error is not None}
@@ -114,7 +115,7 @@ def no_path_takes(
 
 
 def observe(path: StoragePath) -> None:
-    """Take what the path did since the last time for its rates; too little of a direction counts the next time."""
+    """Update the path's rates from its transfers since the last call; short observations carry over to the next."""
     now, before, old = path.tier.transferred, path.seen, path.rates
     since, read, write = now - before, None, None
     if since.reading_s >= _LEAST_OBSERVED_S:
@@ -136,5 +137,5 @@ def _mean(old: float, observed: float | None) -> float:
 
 
 def nothing_ends(path: StoragePath, hang_s: float) -> StorageError:
-    """Of a path on which something is in flight, and nothing of it has ended for `hang_s`."""
+    """Return the error for a path with transfers in flight of which none has ended for `hang_s` seconds."""
     return hang_error(path.name, f"nothing has ended there for {hang_s:g} s")

@@ -1,7 +1,7 @@
-"""Safetensors files written and read tensor by tensor, so that host memory holds one tensor at a time.
+"""Reading and writing safetensors files one tensor at a time, so that host memory never contains the whole file.
 
-The format: 8 bytes of header length, a JSON header with dtype, shape and byte range of every tensor, then the bytes.
-Shapes are known before the first byte, so the header goes first and nothing is buffered.
+The format: 8 bytes of header length, a JSON header with the dtype, shape and byte range of every tensor, then the data.
+All shapes are known in advance, so the header is written first and nothing is buffered.
 Source: https://github.com/huggingface/safetensors#format
 """
 
@@ -26,16 +26,17 @@ _CODES = {
 }  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _CHUNK_BYTES = 16 << 20
-_PADDING = ".padding"  # after a name: bytes up to a whole block, as a tensor, since the format knows no holes
+_PADDING = ".padding"  # name suffix of a tensor that fills up to a whole block, since the format allows no gaps
 
 
-# Asked with a tensor's name and with what shares its bytes with an open file from a byte on (`Tier.share`); True: done.
+# Called with a tensor's name and a function that shares its bytes with an open file from an offset on (`Tier.share`).
+# Returns whether the bytes were shared.
 Share = Callable[[str, Callable[[int, int], bool]], bool]
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor that will be written."""
+    """Name, dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -47,12 +48,12 @@ class TensorLayout:
 
 
 class TensorFileWriter:
-    """Writes the tensors of `layouts` in their order; closes complete or not at all.
+    """Writes the tensors of `layouts` in their order; `close` fails unless all of them were written.
 
-    `aligned`: each tensor begins at a multiple of 4096 bytes, so that one that lies on the same file system already can
-    be shared (`share`) in place of being written. `checksum` (crc32; None once a tensor was shared) and `size` describe
-    the whole file after `close`, `shared_bytes` those that were not written. Raises ValueError for a tensor out of
-    order or of another shape, OSError where the disk refuses. Not thread-safe.
+    `aligned`: each tensor begins at a multiple of 4096 bytes, so that one that is already on the same file system can
+    be shared (`share`) instead of written. After `close`, `checksum` (crc32; None once a tensor was shared) and `size`
+    describe the whole file, and `shared_bytes` counts the bytes that were shared. Raises ValueError for a tensor out of
+    order or of another shape or dtype, and OSError if a write fails. Not thread-safe.
     """
 
     def __init__(
@@ -84,8 +85,11 @@ class TensorFileWriter:
             self._next += 1
 
     def share(self, name: str, share: Callable[[int, int], bool]) -> bool:
-        """The tensor called `name`, which is the next, without moving its bytes: `share` gets the open file and where
-        in it the tensor begins (`memascend.storage.tier.Tier.share`). False, as `share` says: write it."""
+        """Add the tensor called `name`, the next in order, without copying; return whether that succeeded.
+
+        `share` gets the open file's descriptor and the offset of the tensor (`memascend.storage.tier.Tier.share`). If
+        it returns False, the tensor must be written.
+        """
         layout = self._layouts[self._next]
         if layout.name != name or self.size % BLOCK_BYTES:
             raise ValueError(f"{self._path}: expected {layout} as tensor {self._next}, got {name}, to be shared")
@@ -95,7 +99,7 @@ class TensorFileWriter:
             return False
         self._next += 1
         self.size += layout.nbytes
-        if (padding := self._padding_next()) is not None:  # what is behind the tensor in its last block
+        if (padding := self._padding_next()) is not None:  # the rest of the tensor's last block
             self.size += padding.nbytes
             self._next += 1
         os.ftruncate(self._file.fileno(), self.size)
@@ -114,7 +118,7 @@ class TensorFileWriter:
         self.size += len(data)
 
     def close(self) -> None:
-        """All tensors are on the disk when this returns."""
+        """Sync the file to disk and close it. Raises ValueError if tensors are missing."""
         if self._next != len(self._layouts):
             self._file.close()
             raise ValueError(f"{self._path}: {self._next} of {len(self._layouts)} tensors were written")
@@ -133,7 +137,7 @@ class TensorFileWriter:
 
 
 def tensor_header(layouts: Sequence[TensorLayout], metadata: dict[str, str] | None, *, aligned: bool) -> bytes:
-    """What stands before the tensors of `layouts`, which follow one another."""
+    """Return the length field and JSON header for the consecutive tensors of `layouts`."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for layout in layouts:
@@ -146,19 +150,19 @@ def tensor_header(layouts: Sequence[TensorLayout], metadata: dict[str, str] | No
 
 
 def open_anew(path: Path) -> BinaryIO:
-    """An empty file at `path`, to be written."""
+    """Open an empty file at `path` for writing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint's: the folder says who may read it
+    return os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint file: access is controlled by the folder
 
 
 def padding_after(layout: TensorLayout) -> tuple[TensorLayout, ...]:
-    """What follows a tensor up to a whole block."""
+    """Return the padding tensor that fills up to a whole block after a tensor, or nothing if none is needed."""
     rest = -layout.nbytes % BLOCK_BYTES
     return (TensorLayout(f"{layout.name}{_PADDING}", torch.uint8, (rest,)),) if rest else ()
 
 
 def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
-    """The header of an open file, and where the tensors begin."""
+    """Return the header of an open file, and the offset at which the tensor data begins."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -169,7 +173,7 @@ def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
 
 
 def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """By name: dtype, shape, and from and to which byte of the file. ValueError for a type that torch does not have."""
+    """Return by name: dtype, shape, and the begin and end offset in the file. ValueError for an unsupported dtype."""
     with path.open("rb") as file:
         header, start = _header_of(path, file)
     spans = {}
@@ -184,7 +188,7 @@ def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], in
 
 
 class TensorFileReader:
-    """Reads single tensors of a file into memory of the caller's. Raises ValueError where the file is short or odd."""
+    """Reads single tensors of a file into the caller's memory; ValueError if the file is truncated or invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
@@ -194,11 +198,11 @@ class TensorFileReader:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in the order in which they were written."""
+        """Names of all tensors, in the order in which they were written."""
         return [name for name in self._header if not name.endswith(_PADDING)]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, in new memory."""
+        """Return the tensor called `name` in newly allocated memory."""
         entry = self._entry(name)
         tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
         self.read_into(name, tensor)
@@ -210,14 +214,14 @@ class TensorFileReader:
         return self._header[name]
 
     def require(self, name: str, dtype: torch.dtype, numel: int) -> None:
-        """Raise ValueError where there is no such tensor."""
+        """Raise ValueError unless there is a tensor called `name` with this dtype and number of elements."""
         entry = self._entry(name)
         if entry["dtype"] != _CODES[dtype] or torch.Size(entry["shape"]).numel() != numel:
             got = f"{_CODES[dtype]} of {numel} elements"
             raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Fill `tensor` (contiguous, same dtype and element count) with the tensor called `name`."""
+        """Fill `tensor` (contiguous, same dtype and number of elements) with the tensor called `name`."""
         entry = self._entry(name)
         self.require(name, tensor.dtype, tensor.numel())
         if not tensor.is_contiguous():

@@ -1,7 +1,7 @@
-"""The safetensors files of a model's folder, mapped: a tensor is in memory only while somebody looks at it.
+"""Memory-mapped access to the safetensors files of a model folder: a tensor's pages are read only when it is used.
 
-One file, or shards that `model.safetensors.index.json` names.
-Source: https://huggingface.co/docs/safetensors, and transformers' index of shards.
+A folder has one file, or the shards that `model.safetensors.index.json` names.
+Source: https://huggingface.co/docs/safetensors, and the shard index of transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `dtype` and `shape` as the file has them."""
+    """A tensor in a file; `dtype` and `shape` are those that the file states."""
 
     name: str
     path: Path
@@ -30,14 +30,14 @@ class StoredTensor:
     _first: int
 
     def flat(self) -> torch.Tensor:
-        """Its elements, in the file's pages: they are read as they are looked at, and never written back."""
+        """Return the elements as a 1-D tensor on the file's mapped pages: read on first access, never written back."""
         numel = torch.Size(self.shape).numel()
         if not numel:
             return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(self._pages, dtype=self.dtype, count=numel, offset=self._first)
 
     def let_go(self) -> None:
-        """The kernel may have the memory back."""
+        """Let the kernel drop the tensor's pages; they are read from the file again on the next access."""
         page = mmap.PAGESIZE
         begin = self._first // page * page
         end = self._first + torch.Size(self.shape).numel() * self.dtype.itemsize
@@ -46,9 +46,9 @@ class StoredTensor:
 
 
 class TensorFolder:
-    """All tensors of a folder, by name. The files stay mapped as long as any of them is held.
+    """All tensors of a folder, by name. The files stay mapped as long as any of their tensors is referenced.
 
-    Raises ValueError, in one line, for a shard that is missing, cut short or no safetensors file.
+    Raises ValueError, with a one-line message, for a shard that is missing, truncated or not a safetensors file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class TensorFolder:
             raise ValueError(f"{path} is cut short: {size} of {whole} bytes; {_AGAIN}")
         if not spans:
             return
-        with path.open("rb") as file:  # a private map: torch wants memory that it could write to
+        with path.open("rb") as file:  # a private mapping, since torch requires writable memory
             pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         for name, (dtype, shape, first, _) in spans.items():
             self.tensors[name] = StoredTensor(name, path, dtype, shape, pages, first)
@@ -81,7 +81,7 @@ def has_tensor_files(folder: Path) -> bool:
 
 
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files to open, and by tensor the file that an index promises."""
+    """Return the files to open, and a dict from tensor name to the file that the index assigns it to."""
     index = folder / _INDEX
     if not index.is_file():
         one = folder / _ONE

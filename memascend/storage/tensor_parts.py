@@ -1,7 +1,8 @@
-"""A safetensors file whose tensors come in any order and in parts: the header is first, so every byte has its place.
+"""Writing a safetensors file from tensors that arrive in parts and in any order.
 
-The checksum of the whole file is put together from those of its parts, as zlib's crc32_combine does: the checksum of A
-followed by B is that of A times x^(8 |B|) modulo the polynomial, plus that of B.
+The header is written first, so the position of every byte is known. The checksum of the whole file is combined from
+those of its parts, as zlib's crc32_combine does: the checksum of A followed by B is that of A times x^(8 |B|) modulo
+the polynomial, plus that of B.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch
 from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_file import TensorLayout, open_anew, padding_after, tensor_header
 
-_POLYNOMIAL = 0xEDB88320  # of crc32, its lowest power in the highest bit
+_POLYNOMIAL = 0xEDB88320  # of crc32, with the lowest power in the highest bit
 _ONE, _BYTE = 1 << 31, 1 << 23  # x^0, x^8
 
 
 class TensorPartsWriter:
-    """Writes the tensors of `layouts`, whole or in parts, in any order; closes complete or not at all.
+    """Writes the tensors of `layouts`, whole or in parts, in any order; `close` fails unless all were written.
 
-    The file is the same to the byte as `memascend.storage.tensor_file.TensorFileWriter`'s. `checksum` (crc32) and
-    `size` describe it after `close`. Raises ValueError for a part that has no place or comes twice, and in `close`
-    where one is missing; OSError where the disk refuses. Not thread-safe.
+    The file is byte for byte that of `memascend.storage.tensor_file.TensorFileWriter`. `checksum` (crc32) and `size`
+    describe it after `close`. Raises ValueError for a part that is out of range or written twice, and in `close` if one
+    is missing; OSError if a write fails. Not thread-safe.
     """
 
     def __init__(
@@ -42,12 +43,12 @@ class TensorPartsWriter:
         paddings = {layout.name: padding_after(layout) if aligned else () for layout in layouts}
         every = [each for layout in layouts for each in (layout, *paddings[layout.name])]
         header = tensor_header(every, metadata, aligned=aligned)
-        self._spans: dict[str, tuple[int, int]] = {}  # where a tensor begins, and its bytes
+        self._spans: dict[str, tuple[int, int]] = {}  # offset and bytes of each tensor
         place = len(header)
         for layout in every:
             self._spans[layout.name] = place, layout.nbytes
             place += layout.nbytes
-        self._parts: dict[int, tuple[int, int]] = {}  # by where a part begins: its bytes and checksum
+        self._parts: dict[int, tuple[int, int]] = {}  # bytes and checksum of each part, by offset
         self.checksum = 0
         self.size = place
         self._file = open_anew(path)
@@ -61,11 +62,11 @@ class TensorPartsWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """All of a tensor."""
+        """Write a whole tensor."""
         self.put(name, 0, byte_view(tensor))
 
     def put(self, name: str, begin: int, data: memoryview) -> None:
-        """Bytes of the tensor called `name` from its byte `begin` on."""
+        """Write `data` to the tensor called `name`, from its byte `begin` on."""
         place, nbytes = self._spans.get(name, (0, -1))
         if begin < 0 or begin + len(data) > nbytes:
             there = f"{nbytes} bytes" if nbytes >= 0 else "no such tensor"
@@ -83,7 +84,7 @@ class TensorPartsWriter:
         self._parts[place] = len(data), zlib.crc32(data)
 
     def close(self) -> None:
-        """All tensors are on the disk when this returns."""
+        """Check that everything was written, combine the checksum, sync the file to disk and close it."""
         try:
             self.checksum, place = 0, 0
             for begin, (nbytes, crc) in sorted(self._parts.items()):
@@ -97,7 +98,7 @@ class TensorPartsWriter:
             self._file.close()
 
     def abandon(self) -> None:
-        """Close, whatever has come. Idempotent."""
+        """Close the file, complete or not. Idempotent."""
         self._file.close()
 
     def __enter__(self) -> TensorPartsWriter:
@@ -110,11 +111,11 @@ class TensorPartsWriter:
             self.abandon()
 
 
-_SHIFTS: dict[int, int] = {}  # x^(8 n) by n: most parts have one of a few sizes
+_SHIFTS: dict[int, int] = {}  # x^(8 n) by n; most parts have one of a few sizes
 
 
 def _joined(first: int, second: int, second_bytes: int) -> int:
-    """The crc32 of two byte strings, one after the other, from theirs."""
+    """Return the crc32 of two concatenated byte strings from the crc32 of each."""
     if second_bytes not in _SHIFTS:
         if len(_SHIFTS) > 4096:
             _SHIFTS.clear()
@@ -123,7 +124,7 @@ def _joined(first: int, second: int, second_bytes: int) -> int:
 
 
 def _power_of_a_byte(count: int) -> int:
-    """x^(8 count)."""
+    """Return x^(8 count)."""
     result, square = _ONE, _BYTE
     while count:
         if count & 1:
@@ -134,7 +135,7 @@ def _power_of_a_byte(count: int) -> int:
 
 
 def _product(first: int, second: int) -> int:
-    """Of two polynomials, modulo crc32's."""
+    """Return the product of two polynomials modulo that of crc32."""
     result = 0
     while first:
         if first & _ONE:

@@ -1,4 +1,4 @@
-"""What every tier keeps: its tensors' sizes, the transfers in flight, and whether it is open."""
+"""State that every tier has: its tensors' sizes, the transfers in flight, and whether it is open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _open_tiers: list[weakref.ref[TierBase]] = []  # in the order in which they were
 @atexit.register
 def _close_all() -> None:
     leaving.begin_if_asked()
-    for reference in list(reversed(_open_tiers)):  # a tier over others before those
+    for reference in list(reversed(_open_tiers)):  # a tier built on others is closed before them
         tier = reference()
         if tier is not None:
             with contextlib.suppress(StorageError):
@@ -33,24 +33,24 @@ def _close_all() -> None:
 
 
 class TierBase:
-    """Takes care of waiting, of errors that nobody has asked for, and of closing (`memascend.storage.tier`).
+    """Implements waiting, reporting of unobserved errors, and closing for tiers (`memascend.storage.tier`).
 
-    A subclass has the rest of the protocol, and `_release`. In `write` and `read`: `require_memory`, then with `_lock`
-    held `_require_open` and `_require_part` or `_require_readable`, note the size in `_sizes`, and put the completion
-    into `_pending`. When it ends, `_ended` with the lock held, and then settle it. It keeps the order per key
-    (`memascend.storage.key_queue`), and which keys' last write has failed: their reads raise StorageError. `erase`,
-    `reserve`, `free_bytes` and `transferred` call `_require_open`, too.
+    A subclass implements the rest of the protocol, and `_release`. Its `write` and `read` call `require_memory`; then,
+    under `_lock`, they call `_require_open` and `_require_part` or `_require_readable`, record the size in `_sizes`,
+    and add the completion to `_pending`. When a transfer ends, the subclass calls `_ended` under the lock, then settles
+    it. It also keeps the order per key (`memascend.storage.key_queue`) and knows the keys whose last write has failed:
+    reads of those raise StorageError. `erase`, `reserve`, `free_bytes` and `transferred` call `_require_open`, too.
     """
 
     def __init__(self, place: str) -> None:
-        """`place` for messages."""
+        """`place` names the tier in messages."""
         self._place = place
-        self._lock = threading.RLock()  # of what follows
+        self._lock = threading.RLock()  # guards the attributes below
         self._sizes: dict[str, int] = {}  # as last submitted
         self._pending: set[Completion] = set()
         self._failed: list[Completion] = []
         self._closed = False
-        self._left: StorageError | None = None  # given up: what hung there, which may still be in flight
+        self._left: StorageError | None = None  # set when given up; transfers that hung may still be in flight
         self._pid = os.getpid()
         leaving.register(self)
         _open_tiers.append(weakref.ref(self, _open_tiers.remove))
@@ -94,8 +94,10 @@ class TierBase:
             raise interrupt
 
     def _await_transfers(self) -> BaseException | None:
-        """Those that wait for their turn, too; what a signal's handler has raised meanwhile. After Ctrl-C, what hangs
-        is given up; after another one, at once."""
+        """Wait for all transfers, queued ones included, and return what a signal handler raised meanwhile.
+
+        After one Ctrl-C, transfers that hang are given up after `leaving.PATIENCE_S`; after another one, at once.
+        """
         interrupt: BaseException | None = None
         for transfer in list(self._pending):
             while not transfer._done:
@@ -109,14 +111,14 @@ class TierBase:
         return interrupt
 
     def _release(self) -> None:
-        """Once, after all transfers have ended, or were given up: memory, threads, descriptors, files."""
+        """Release memory, threads, descriptors and files; called once, after all transfers ended or were given up."""
         raise NotImplementedError
 
-    # -- leaving while it hangs (`memascend.storage.leaving`) ----------------------------------------------------------
+    # -- giving up transfers that hang (`memascend.storage.leaving`) ---------------------------------------------------
 
     @property
     def left(self) -> StorageError | None:
-        """Why the tier was given up, where it was: what hung may still be in flight, and the device is not free."""
+        """The error with which the tier was given up, or None. Its transfers may still be in flight on the device."""
         return self._left
 
     @property
@@ -124,15 +126,18 @@ class TierBase:
         return self._place
 
     def under_way(self) -> int:
-        """Transfers of this tier itself, not of those below."""
+        """Return the number of transfers in flight of this tier itself, without those of tiers below it."""
         return len(self._pending) if self._pid == os.getpid() else 0
 
     def progress(self) -> object:
         return len(self._pending)
 
     def give_up(self, error: StorageError) -> None:
-        """Every transfer ends with `error`, and so does whatever is asked of the tier from here on; their memory must
-        not be used again. Without any lock: who holds it may hang. Any thread."""
+        """End every transfer with `error`, which later calls on the tier also raise.
+
+        The memory of these transfers must not be used again. Takes no lock, since its holder may hang. Any thread may
+        call this.
+        """
         self._left = self._left or error
         self._leave()
         for transfer in list(self._pending):
@@ -140,7 +145,7 @@ class TierBase:
         self._pending.clear()
 
     def _leave(self) -> None:
-        """Nothing of what the transfers use is freed from here on."""
+        """Keep everything that the transfers use allocated from here on."""
 
     def __enter__(self) -> Self:
         return self
@@ -149,7 +154,7 @@ class TierBase:
         self.close()
 
     def _ended(self, transfer: Completion, error: BaseException | None) -> None:
-        """With the lock held: `wait` raises an error that nobody asks for before."""
+        """Remove an ended transfer and keep its error for `wait`, unless it is asked for before. Requires `_lock`."""
         self._pending.discard(transfer)
         if error is not None and not isinstance(error, RequestCancelled):
             self._failed = [each for each in self._failed if not each._observed] + [transfer]
@@ -163,7 +168,7 @@ class TierBase:
             raise RuntimeError(f"the tier in {self._place} was opened before the fork: open one in each process")
 
     def _require_part(self, key: str, nbytes: int, offset: int) -> None:
-        """Of a write."""
+        """Raise ValueError unless a write of `nbytes` at `offset` is within the tensor and aligned."""
         there = self._sizes.get(key)
         if there is None:
             raise ValueError(f"write to a part of '{key}': no such tensor in {self._place}: write all of it first")

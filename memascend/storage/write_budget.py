@@ -1,4 +1,4 @@
-"""What a drive may be written: an amount in all or a day, counted beside its swap files, across runs and processes.
+"""Write budgets of drives: a limit in total or per day, counted next to the swap files, across runs and processes.
 
 An optimizer on an SSD writes 12 bytes per parameter and step; consumer drives are rated for some hundred terabytes.
 """
@@ -28,12 +28,12 @@ _TERABYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*TB\s*", re.IGNORECASE)
 
 
 class WriteBudgetExceeded(RuntimeError):
-    """A path has been written more than its budget, which says that training stops then."""
+    """A path has been written more than its budget, and the budget says that training stops then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteBudget:
-    """Of each path: `limit_bytes` in all, or on one UTC day. `stops`: training ends there; else it is warned of."""
+    """A limit for each path: `limit_bytes` in total or per UTC day; `stops` ends training there, else it only warns."""
 
     limit_bytes: int
     a_day: bool
@@ -41,7 +41,7 @@ class WriteBudget:
 
     @classmethod
     def parse(cls, text: str, *, stops: bool = False, key: str = "write_budget") -> WriteBudget:
-        """Of `300TB` or `0.5TB/day`; ValueError, in one line, for anything else."""
+        """Parse a budget such as `300TB` or `0.5TB/day`. Raises ValueError, in one line, for anything else."""
         amount, slash, unit = text.partition("/") if isinstance(text, str) else ("", "", "")
         if slash and unit.strip() != "day":
             raise ValueError(f"{key}: {text!r} is not a write budget: use 300TB (in total) or 0.5TB/day")
@@ -53,12 +53,12 @@ class WriteBudget:
         return cls(limit_bytes=max(1, limit), a_day=bool(slash), stops=stops)
 
     def used(self, path: str, today: str | None = None) -> int:
-        """Bytes of the budget that the folder has had."""
+        """Return the bytes of the budget that have been written to the folder `path`, in total or today."""
         counted = written(path)
         return counted["days"].get(today or _today(), 0) if self.a_day else counted["total"]
 
     def problem(self, path: str, used: int) -> tuple[bool, str] | None:
-        """(over, one line) from 80 % on; None below."""
+        """Return (whether the budget is exceeded, a one-line message) from 80 % of the budget on, else None."""
         if used < _WARN_AT * self.limit_bytes:
             return None
         when = "today" if self.a_day else "in all"
@@ -70,15 +70,17 @@ class WriteBudget:
 
 
 class Counted(TypedDict):
-    """Bytes written to a drive: in all, and by UTC date."""
+    """Bytes written to a drive: in total, and by UTC date."""
 
     total: int
     days: dict[str, int]
 
 
 def written(path: str) -> Counted:
-    """Nothing yet where there is no count. ValueError for one that cannot be
-    read: a drive whose count is lost has no budget left that could be told."""
+    """Return the count in the folder `path`; zero if it has none yet.
+
+    Raises ValueError for a count that cannot be read: without it, the remaining budget of the drive is unknown.
+    """
     file = Path(path, FILE)
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -102,13 +104,15 @@ def _unreadable(file: Path, why: str) -> ValueError:
 
 
 def count_written(path: str, nbytes: int, today: str | None = None) -> None:
-    """Add to the count in the folder `path`, under a lock on the folder: several processes write there. OSError;
-    ValueError for a count that cannot be read."""
+    """Add `nbytes` to the count in the folder `path`, under a lock, since several processes may write there.
+
+    Raises OSError, and ValueError for a count that cannot be read.
+    """
     if nbytes <= 0 or not os.path.isdir(path):
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # NFS locks no folder
+        with contextlib.suppress(OSError):  # NFS cannot lock a folder
             fcntl.flock(fd, fcntl.LOCK_EX)
         counted = written(path)
         day = today or _today()
@@ -134,12 +138,12 @@ def _today() -> str:
 
 
 class WriteMeter:
-    """Counts what this process writes to each path, and holds it against a budget."""
+    """Counts what this process writes to each path, and compares it with a budget."""
 
     def __init__(self, budget: WriteBudget, paths: Iterable[str] = ()) -> None:
-        """ValueError where a count in one of `paths` cannot be read."""
+        """Raises ValueError if a count in one of `paths` cannot be read."""
         for path in paths:
-            if os.path.isdir(path):  # a device keeps no count
+            if os.path.isdir(path):  # a device has no count file
                 written(path)
         self._budget = budget
         self._seen: dict[str, int] = {}
@@ -147,12 +151,15 @@ class WriteMeter:
         self._exceeded: str | None = None
 
     def count(self, bytes_written: Iterable[tuple[str, int]]) -> list[str]:
-        """(path, bytes since the start): lines to warn with, once per path below and once over its budget."""
+        """Count `bytes_written`, pairs of (path, bytes since the start), and return warnings to log.
+
+        There is one warning per path when it comes close to its budget, and one when it exceeds it.
+        """
         lines = []
         for path, total in bytes_written:
             count_written(path, total - self._seen.get(path, 0))
             self._seen[path] = total
-            used = self._budget.used(path) if os.path.isdir(path) else total  # a device keeps no count
+            used = self._budget.used(path) if os.path.isdir(path) else total  # a device has no count file
             problem = self._budget.problem(path, used)
             if problem is None:
                 continue
@@ -165,6 +172,6 @@ class WriteMeter:
         return lines
 
     def require_within(self) -> None:
-        """Raises WriteBudgetExceeded where :meth:`count` has seen a path over a budget that stops."""
+        """Raise WriteBudgetExceeded if :meth:`count` has seen a path over a budget that stops training."""
         if self._exceeded is not None:
             raise WriteBudgetExceeded(self._exceeded)
