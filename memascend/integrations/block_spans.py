@@ -1,4 +1,4 @@
-"""The spans of a model's blocks, the waits between them, and what its activation cache moves, in a traced step."""
+"""Recording of a model's blocks, the waits between them and its activation cache's transfers in a traced step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from memascend.storage import interrupts
 
 
 def record_blocks(model: torch.nn.Module, recorder: Recorder) -> None:
-    """From now on each block of `model` is an event of the device, less what the main thread waits in it.
+    """Record every later run of a block of `model` as an event of the device, minus the main thread's waits in it.
 
-    In backward a block lasts from its recomputation, which calls its parts and not the block, to that of the block
-    before it; without gradient checkpointing backward has no blocks.
+    In backward a block lasts from its own recomputation, which calls its parts and not the block itself, to that of the
+    preceding block. Without gradient checkpointing, blocks are not recorded in backward.
     """
     interrupts.record_waits(recorder.wait)
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
@@ -26,7 +26,7 @@ def record_blocks(model: torch.nn.Module, recorder: Recorder) -> None:
 
 
 def record_activations(options: AppliedOptions, recorder: Recorder) -> None:
-    """From now on every transfer of the activation cache is an event, if the model has one."""
+    """Record every later transfer of the activation cache, if the model has one."""
     if options.cache is not None:
         record_transfers(options.cache.tier, recorder)
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained on given texts."""
+"""Training of a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"  # id 0
-ALPHABET = 256  # ids that a tokenizer of bytes needs beside END_OF_TEXT
+ALPHABET = 256  # ids that a byte tokenizer needs in addition to END_OF_TEXT
 
 
 def train_byte_pairs(texts: Iterable[str], vocabulary: int) -> Any:
-    """A ``tokenizers.Tokenizer`` of at most ``vocabulary`` ids (at least ALPHABET + 1)."""
+    """Train a ``tokenizers.Tokenizer`` with at most ``vocabulary`` ids (ALPHABET + 1 or more) on ``texts``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

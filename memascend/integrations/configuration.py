@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration in every form that DeepSpeed takes, read as DeepSpeed reads it."""
+"""Reading of a DeepSpeed configuration in every form that DeepSpeed accepts, in the way that DeepSpeed reads it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memascend.integrations.conventions import CONFIG_KEY
 
 
 def read_configuration(given: Any) -> dict[str, Any] | None:
-    """The dict itself, or the (H)JSON in a file or in base64; None for what is none of these, which is DeepSpeed's.
+    """Return the configuration: the dict itself, or the parsed (H)JSON of a file or of base64 text.
 
-    Raises ValueError, in one line with the place, for text that names memascend's key and cannot be read. DeepSpeed
-    must be installed.
+    Returns None for anything else, which is left for DeepSpeed to handle. Raises ValueError, in one line with the
+    position, for text that contains memascend's key but cannot be parsed. DeepSpeed must be installed.
     """
     if isinstance(given, dict):
         return given
@@ -38,14 +38,14 @@ def read_configuration(given: Any) -> dict[str, Any] | None:
 def _is_file(name: str | Path) -> bool:
     try:
         return Path(name).is_file()
-    except OSError:  # too long for a name, as JSON in base64 is
+    except OSError:  # too long for a file name, as base64 JSON usually is
         return False
 
 
 def _mistake(given: str | Path, text: str, error: Any) -> str:
     what = str(given) if _is_file(given) else "the DeepSpeed configuration in base64"
     line = getattr(error, "lineno", None)
-    if line is None:  # a key that stands twice
+    if line is None:  # a duplicate key
         return f"{what}: {' '.join(str(error).split())}; remove one of the two"
     message = error.msg.split(" (check your syntax")[0]
     lines = text.splitlines()

@@ -1,7 +1,8 @@
-"""The key "memascend" in a DeepSpeed configuration, where nobody calls `memascend.enable`.
+"""Activation by the key "memascend" in a DeepSpeed configuration, without a call of `memascend.enable`.
 
 `deepspeed.zero.Init` and `deepspeed.initialize` look into the configuration that they are given: the first of them that
-sees the key enables memascend for the process. The Hugging Face Trainer, Accelerate and plain scripts all come by here.
+sees the key enables memascend for the process. The Hugging Face Trainer, Accelerate and plain scripts all call one of
+the two.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from memascend.integrations.configuration import read_configuration
 from memascend.integrations.conventions import CONFIG_KEY, is_logging_rank
 
 log = logging.getLogger("memascend")
-_enabled_by_key: list[Any] = []  # what is enabled, then the section that asked for it and those that came too late
-# What DeepSpeed wants to find, and the environments that it knows otherwise (deepspeed.comm.init_distributed).
+# The Enabled object, then the section that requested it and those that came too late.
+_enabled_by_key: list[Any] = []
+# Variables that deepspeed.comm.init_distributed requires, and those of environments that it recognises without them.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 _NO_LAUNCHER = {"AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV"}
 _CONFIG_ARGUMENTS = ("config", "config_dict_or_path", "config_params")
 
 
 def watch(deepspeed: Any) -> None:
-    """Look into every configuration that DeepSpeed is given from now on. Watching twice is once."""
+    """Look into every configuration that DeepSpeed is given from now on. Idempotent."""
     if getattr(deepspeed.initialize, "watched_by_memascend", False):
         return
     init = deepspeed.zero.Init
@@ -57,13 +59,13 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:
-        return False  # DeepSpeed says which argument it does not know
+        return False  # DeepSpeed's own error names the unknown argument
     candidates = [given.get(name) for name in _CONFIG_ARGUMENTS]
     candidates.append(getattr(given.get("args"), "deepspeed_config", None))  # the launcher's --deepspeed_config
     config = next((found for value in candidates if (found := read_configuration(value)) is not None), {})
     if CONFIG_KEY not in config:
         return False
-    # Only now: whoever does not use the key must not notice that memascend is installed.
+    # Imported only here: a script that does not use the key must not be affected by an installed memascend.
     from memascend.integrations.deepspeed import active, enable
     from memascend.integrations.deepspeed.config import switched_off
 
@@ -77,7 +79,10 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def _require_launcher() -> None:
-    """DeepSpeed asks MPI for what a launcher has not set, and ends with "No module named 'mpi4py'"."""
+    """Raise RuntimeError if memascend is enabled and the process was started without a launcher.
+
+    DeepSpeed would ask MPI for the missing variables and fail with "No module named 'mpi4py'".
+    """
     hooks = sys.modules.get("memascend.integrations.deepspeed.hooks")
     if hooks is None or hooks.active() is None:
         return
@@ -97,7 +102,7 @@ def _require_launcher() -> None:
 def _warn_of_another_choice(enabled: Any, section: Any) -> None:
     if not _enabled_by_key or _enabled_by_key[0] is not enabled or section in _enabled_by_key[1:]:
         return
-    _enabled_by_key.append(section)  # said once
+    _enabled_by_key.append(section)  # warn only once
     if is_logging_rank():
         log.warning(
             'memascend: "%s": %r is ignored: this process is already enabled with %r of its first configuration; call '

@@ -1,4 +1,4 @@
-"""Events of the streaming engine's steps: its model's blocks, its transfers, and AdamW, which another thread does."""
+"""Recording of the streaming engine's steps: the model's blocks, the transfers, and AdamW, run by another thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memascend.simulator.recorder import CPU, Recorder, record_transfers
 
 
 def record_engine(engine: StreamingEngine, recorder: Recorder) -> None:
-    """From now on, for as long as the engine lives."""
+    """Record all later steps of `engine`, for as long as it exists."""
     record_blocks(engine.model, recorder)
     record_transfers(engine.state_store, recorder)
     record_transfers(engine._auxiliary.scratch(), recorder)

@@ -1,8 +1,8 @@
-"""A loss that never sees all logits, in the place of head and loss of a transformers causal LM.
+"""A loss that never holds all logits, replacing the head and the loss function of a transformers causal LM.
 
-The model's own forward runs. Its head, asked for logits while there are labels to learn from, returns the summed loss
-instead; the model's loss function divides that. Inside the head's forward the weight is whole: ZeRO-3 gathers it for
-the module, once, and again for its backward pass, and reduces its gradient as usual.
+The model's own forward runs. In a training pass with labels its head returns the summed loss instead of logits, and the
+model's loss function divides that sum. Inside the head's forward the weight is whole: ZeRO-3 gathers it for the module,
+once, and again for its backward pass, and reduces its gradient as usual.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ SummedLoss = Callable[
 
 
 def replace_head_loss(model: Any, summed_loss: SummedLoss) -> Callable[[], None]:
-    """Compute the training loss of `model` by `summed_loss`; returns the undo. Outputs then hold no logits.
+    """Compute the training loss of `model` by `summed_loss`; return a function that undoes the change.
 
-    Evaluation, generation and calls without labels stay the model's own. Raises ValueError for a model whose head is
-    not a linear layer or whose loss is not transformers' causal LM loss.
+    The outputs of training passes then have no logits. Evaluation, generation and calls without labels are unchanged.
+    Raises ValueError for a model whose head is not a linear layer or whose loss is not transformers' causal LM loss,
+    and RuntimeError if the loss is already replaced.
     """
     return _HeadLoss(model, summed_loss).install()
 
 
 @dataclass
 class _Pending:
-    """One forward pass with labels. `total` is the head's output: the summed loss."""
+    """A forward pass with labels. `total` is the head's output: the summed loss."""
 
-    labels: torch.Tensor  # shifted
-    shift_labels: torch.Tensor | None  # as the caller gave them
+    labels: torch.Tensor  # already shifted
+    shift_labels: torch.Tensor | None  # as given by the caller
     ignore_index: int
     total: torch.Tensor | None = None
 
@@ -51,12 +52,12 @@ class _HeadLoss:
         self.stock_forward, self.stock_head, self.stock_loss = model.forward, self.head.forward, _causal_lm_loss(model)
         self.signature = inspect.signature(model.forward)
         self.transform = _logit_transform(model.config)
-        self._passes = threading.local()  # micro-batches side by side have a thread each
+        self._passes = threading.local()  # concurrent micro-batches have one thread each
         self.checked = False
 
     @property
     def pending(self) -> _Pending | None:
-        """Of this thread's forward pass."""
+        """The forward pass that this thread is in, or None if it is not a training pass with labels."""
         return getattr(self._passes, "pending", None)
 
     @pending.setter
@@ -86,7 +87,7 @@ class _HeadLoss:
         self.pending = self._pending(args, kwargs) if self.model.training else None
         if self.pending is None:
             return self.stock_forward(*args, **kwargs)
-        # Registered anew each time, so that it sees what hooks of others (ZeRO-3's) make of the output.
+        # Registered anew for each pass, so that it runs last and sees the output as changed by other hooks (ZeRO-3's).
         handle = self.head.register_forward_hook(self._note_output)
         try:
             return _without_logits(self.stock_forward(*args, **kwargs))
@@ -125,7 +126,7 @@ class _HeadLoss:
         if self.pending is not None:
             self.pending.total = output
 
-    _note_output.is_of_any_pass = True  # each sees its own thread's
+    _note_output.is_of_any_pass = True  # each call sees the pass of its own thread
 
     def loss(
         self,
@@ -137,7 +138,7 @@ class _HeadLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """transformers' ForCausalLMLoss with the head's sum in the place of logits."""
+        """Compute transformers' ForCausalLMLoss from the head's summed loss instead of logits."""
         pending = self.pending
         if pending is None:
             return self.stock_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
@@ -151,7 +152,10 @@ class _HeadLoss:
         return pending.total / num_items_in_batch
 
     def _check(self, logits: torch.Tensor, ignore_index: int, shift_labels: torch.Tensor | None) -> None:
-        """On the first step: what the model does between head and loss is what `transform` did."""
+        """Check, on the first step, that the model changes its logits between head and loss only as `transform` does.
+
+        Raises RuntimeError otherwise.
+        """
         pending = self.pending
         known = pending.total is not None and ignore_index == pending.ignore_index
         known = known and shift_labels is pending.shift_labels
@@ -190,14 +194,14 @@ def _causal_lm_loss(model: Any) -> Callable[..., torch.Tensor]:
 
 
 def _logit_transform(config: Any) -> LogitTransform:
-    """What the model does to its logits, from the names that transformers uses in configurations."""
+    """Return the model's transform of its logits, by the names that transformers uses in configurations."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
     return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))  # Gemma
 
 
 def _without_logits(output: Any) -> Any:
-    """The model's output with None for what its head returned."""
+    """Return the model's output without the logits: None in a tuple, left out of a mapping."""
     if isinstance(output, tuple):
         return (output[0], None, *output[2:])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})

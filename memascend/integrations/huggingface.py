@@ -1,6 +1,6 @@
-"""Models, tokenizer and text by transformers and tokenizers, from what is on the machine: no hub, no download.
+"""Models, tokenizer and text made by transformers and tokenizers from local files: no hub, no download.
 
-The text is the source of Python's standard library, which every installation has; the tokenizer is trained on it.
+The text is the source code of Python's standard library, which every installation has; the tokenizer is trained on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from memascend.integrations.byte_pairs import train_byte_pairs
 
 
 def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
-    """Sources of the standard library in sorted order, without tests and packages; at most ``limit_bytes``."""
+    """Return the sources of the standard library in sorted order, without tests and packages.
+
+    Stops at the file with which the total reaches ``limit_bytes`` characters. Raises ValueError if none are installed.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
     texts, total = [], 0
@@ -38,9 +41,10 @@ def standard_library_text(limit_bytes: int = 24_000_000) -> list[str]:
 
 
 def token_file(cache_dir: Path, vocabulary: int, tokens: int = 2_000_000) -> Path:
-    """``.npy`` of int32 token ids (1-D) of the standard library's text under a byte-level BPE trained on it.
+    """Return a ``.npy`` file of int32 token ids (1-D): the standard library's text in a byte-level BPE trained on it.
 
-    ``vocabulary``: upper bound of the ids. Made once for each vocabulary and kept in ``cache_dir`` with its tokenizer.
+    ``vocabulary`` is the largest number of ids, ``tokens`` the largest length. The file is made once per vocabulary and
+    cached in ``cache_dir`` with its tokenizer.
     """
     out = cache_dir / f"stdlib-bpe{vocabulary}.npy"
     if out.exists():
@@ -66,7 +70,7 @@ def _write_atomically(path: Path, array: np.ndarray) -> None:
 
 
 def batches(tokens: np.ndarray, sequence: int, batch: int, ranks: int, rank: int, step: int) -> np.ndarray:
-    """Input ids of one step, int64 of shape (batch, sequence): consecutive windows, every rank its own."""
+    """Return the input ids of one step, int64 of shape (batch, sequence): consecutive windows, distinct by rank."""
     first = (step * ranks + rank) * batch * sequence
     wrapped = np.arange(first, first + batch * sequence) % (len(tokens) - 1)
     return np.asarray(tokens[wrapped], dtype=np.int64).reshape(batch, sequence)
@@ -74,10 +78,10 @@ def batches(tokens: np.ndarray, sequence: int, batch: int, ranks: int, rank: int
 
 @contextlib.contextmanager
 def _initialised_with(std: float) -> Iterator[None]:
-    """Linear and embedding weights drawn from N(0, std^2) as transformers does, biases zero.
+    """Draw linear and embedding weights from N(0, std^2), as transformers does, and set biases to zero.
 
     Under ``deepspeed.zero.Init`` a module's weights are partitioned as soon as it is constructed, so transformers' own
-    initialisation, which comes after, finds nothing to fill.
+    initialisation, which runs later, finds nothing to fill.
     """
     import torch
 
@@ -95,13 +99,13 @@ def _initialised_with(std: float) -> Iterator[None]:
 
 
 def causal_lm(config: dict[str, Any], *, checkpointing: str) -> Any:
-    """A causal language model of ``config`` (a dict as in ``config.json``), randomly initialised.
+    """Return a randomly initialised causal language model of ``config`` (a dict as in ``config.json``), for training.
 
-    ``checkpointing``: gradient checkpointing, "reentrant", "non-reentrant" or "none".
+    ``checkpointing`` is the kind of gradient checkpointing: "reentrant", "non-reentrant" or "none".
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from memascend.activation.checkpointing import switch_on  # here: whoever wants tokens alone needs no torch
+    from memascend.activation.checkpointing import switch_on  # imported here because tokens alone need no torch
 
     settings = {k: v for k, v in json.loads(json.dumps(config)).items() if k != "architectures"}
     model_config = AutoConfig.for_model(settings.pop("model_type"), **settings)

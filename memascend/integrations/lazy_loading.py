@@ -1,9 +1,10 @@
-"""A model whose weights stay in the files of its folder until the streaming engine takes them, tensor by tensor.
+"""Loading of a model whose weights stay in the files of its folder until the streaming engine takes them one by one.
 
     model = lazy_model("Qwen2.5-7B", torch.bfloat16)     # a second, and no memory
     with streaming("states") as session: session.hook(model) ...   # the weights go from those files into the states
 
-The parameters have shapes and a type, and one NaN for values. Types are converted as they are copied.
+Until then the parameters have a shape and a dtype, and all their elements are views of a single NaN. Dtypes are
+converted during the copy.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ log = logging.getLogger("memascend")
 
 
 class NotAsStored(ValueError):
-    """The model's tensors are not those of the files as they are: transformers must load it."""
+    """Raised when the model's tensors differ from those in the files, so that transformers must load it."""
 
 
 def model_without_values(config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A causal LM with its buffers and without values: all elements of a parameter are one NaN. For training."""
+    """Return a causal LM in training mode, with buffers but no weights: a parameter's elements are one shared NaN."""
     from transformers import PreTrainedModel
 
     from memascend.integrations.huggingface import causal_lm
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:  # a tied one comes again
+        if parameter is None or parameter.is_meta:  # a tied parameter is registered again
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
@@ -63,10 +64,11 @@ def _on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def lazy_model(folder: str | Path, dtype: torch.dtype) -> Any:
-    """The causal LM in `folder`, for training, its weights in the folder's files until an engine takes them.
+    """Return the causal LM in `folder`, in training mode; its weights stay in the files until an engine takes them.
 
-    Raises NotAsStored where transformers would make other tensors of those in the files (fused experts), or these are
-    no safetensors; ValueError, in one line, for a file or tensor that is missing, cut short or of another shape.
+    Raises NotAsStored if transformers would convert the tensors of the files as it loads them (fused experts), if tied
+    tensors differ, or if the folder has no safetensors. Raises ValueError, in one line, for a file or tensor that is
+    missing, truncated or of another shape.
     """
     folder = Path(folder)
     if not has_tensor_files(folder):
@@ -103,7 +105,7 @@ def lazy_model(folder: str | Path, dtype: torch.dtype) -> Any:
 
 
 def _warn_of_unused(model: Any, names: list[str], folder: Path) -> None:
-    """As transformers does: a config.json of fewer layers makes another model without an error."""
+    """Warn of unused tensors, as transformers does: a config.json with fewer layers would otherwise go unnoticed."""
     expected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     left = [name for name in names if not any(re.search(pattern, name) for pattern in expected)]
     if left:
@@ -126,7 +128,7 @@ def _is_converted(model: Any) -> bool:
 
 
 def _stored(files: TensorFolder, model: Any, name: str) -> StoredTensor | None:
-    """Also of a folder that was saved without the head, whose names lack the prefix."""
+    """Return a stored tensor by its name in the model, or by its name without the prefix, as saved without the head."""
     bare = name.removeprefix(f"{model.base_model_prefix}.")
     return files.tensors.get(name) or files.tensors.get(bare)
 

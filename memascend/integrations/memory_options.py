@@ -1,7 +1,7 @@
-"""What a transformers model can do to need less device memory: attention, loss and checkpointing, each by name.
+"""Options by which a transformers model needs less device memory: attention, loss and checkpointing, each by name.
 
-MemAscend II-C: FlashAttention, the Liger kernels and offloaded gradient checkpointing. Where a GPU has the libraries
-they are used if asked for; SDPA, the chunked cross-entropy and our own offloading do the same work anywhere.
+MemAscend II-C: FlashAttention, the Liger kernels and offloaded gradient checkpointing. They are used on request where
+a GPU and the libraries are available; SDPA, the chunked cross-entropy and our own offloading do the same work anywhere.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _MIX = "memascend.activations.mix"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryOptions:
-    """None leaves the model as it is.
+    """Memory options of a model; None leaves that aspect of the model unchanged.
 
-    attention: ``auto`` is SDPA where the model has it; ``flash`` is FlashAttention-2 (a GPU, 16 bits).
-    loss: ``chunked`` never holds all logits; ``liger`` is Liger-Kernel's fused linear cross-entropy (a GPU).
+    attention: ``auto`` is SDPA if the model supports it; ``flash`` is FlashAttention-2 (needs a GPU and 16 bits).
+    loss: ``chunked`` never holds all logits; ``liger`` is Liger-Kernel's fused linear cross-entropy (needs a GPU).
     checkpointing: ``plain`` is torch's gradient checkpointing, ``offloaded`` keeps its checkpoints in host memory,
-        ``unsloth`` is Unsloth's offloaded checkpointing (a GPU), ``ssd`` sends what autograd saves to the SSD and
-        recomputes nothing.
-    activations: for ``ssd``: ``folder`` on the SSD, ``mix`` (what becomes of each block, in place of ``amount``, as
-        :class:`memascend.activation_policy.ActivationPolicy` reads it), and the other fields of :class:`CacheOptions`.
+        ``unsloth`` is Unsloth's offloaded checkpointing (needs a GPU), ``ssd`` sends the tensors that autograd saves to
+        the SSD and recomputes nothing.
+    activations: for ``ssd``: ``folder`` on the SSD, ``mix`` (a policy per block, instead of ``amount``, as parsed by
+        :class:`memascend.activation_policy.ActivationPolicy`), and the other fields of :class:`CacheOptions`.
     """
 
     attention: str | None = None
@@ -98,7 +98,7 @@ def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
 
 @dataclass
 class AppliedOptions:
-    """What `apply_memory_options` chose, by name; `undo` gives the model back as it was."""
+    """The choices that `apply_memory_options` made, by name; `undo` restores the model to its previous state."""
 
     chosen: dict[str, str] = field(default_factory=dict)
     store: CheckpointStore | None = None
@@ -114,14 +114,14 @@ class AppliedOptions:
         self._before = self.cache.statistics if self.cache is not None else None
 
     def moved(self) -> dict[str, int]:
-        """Bytes of activations written and read since `begin_step`, by the names of a step's record."""
+        """Return the bytes of activations read and written since `begin_step`, under the names of a step's record."""
         if self.cache is None:
             return {"read_bytes": 0, "written_bytes": 0}
         now, before = self.cache.statistics, self._before or CacheStatistics()
         return {"read_bytes": now.read - before.read, "written_bytes": now.written - before.written}
 
     def activation_facts(self) -> dict[str, Any]:
-        """For a run's report: what went to the SSD, and how long backward waited for it. Empty without a cache."""
+        """Return facts for a run's report: the cache's SSD traffic and waits in backward. Empty without a cache."""
         return {"activations": asdict(self.cache.statistics)} if self.cache is not None else {}
 
     def __str__(self) -> str:
@@ -137,11 +137,12 @@ def apply_memory_options(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     folder: str | None = None,
 ) -> AppliedOptions:
-    """Give a transformers causal LM the options; before or after ``deepspeed.initialize``, once a model.
+    """Apply the options to a transformers causal LM, before or after ``deepspeed.initialize``, once per model.
 
-    `allocator`: where offloaded checkpoints live (default: exact pinned memory, no ledger). `chunk_bytes`: bound of the
-    logits that the chunked loss holds. `folder`: on the SSD, for activations whose section names none. Raises
-    ValueError, in one line, for what the model cannot do or what is missing, and leaves the model as it was.
+    `allocator` allocates offloaded checkpoints (default: exact pinned memory, no ledger). `chunk_bytes` bounds the
+    memory of logits in the chunked loss. `folder`, on the SSD, is for activations whose section names none. Raises
+    ValueError, in one line, for options that the model does not support and for missing libraries; the model is then
+    left unchanged.
     """
     applied = AppliedOptions()
     try:
@@ -162,9 +163,9 @@ def apply_memory_options(
 def initialize_with_options(
     initialize: Callable[..., Any], options: MemoryOptions, allocator: Allocator | None, folder: str | None = None
 ) -> Callable[..., Any]:
-    """`deepspeed.initialize` that gives each new model the options first.
+    """Return a `deepspeed.initialize` that applies the options to each new model first.
 
-    Offloaded checkpoints go to `allocator`, activations to `folder` unless their section names another.
+    Offloaded checkpoints are allocated by `allocator`; activations go to `folder` unless their section names another.
     """
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -180,7 +181,7 @@ def initialize_with_options(
 
 
 def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:
-    """Refuse, in one line, a library of NVIDIA machines that is not here."""
+    """Raise ValueError, in one line, if there is no CUDA GPU or the package `module` is not installed."""
     if not torch.cuda.is_available():
         raise ValueError(
             f"{what} needs a CUDA GPU, but torch finds none here: remove it, or use an option that runs anywhere"
@@ -207,7 +208,7 @@ def _set_attention(model: Any, name: str) -> None:
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(name)
     elif hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
-        model.config._attn_implementation = name  # transformers 4.51: such models look it up in each forward pass
+        model.config._attn_implementation = name  # in transformers 4.51 these models read it in each forward pass
     if model.config._attn_implementation != name:
         raise ValueError(
             f"{type(model).__name__} cannot switch to attention {name!r} after creation in this version of "
@@ -287,7 +288,7 @@ def _apply_ssd(
     allocator: Allocator | None,
     options: dict[str, Any],
 ) -> None:
-    """The cache lives as long as the model, or until the undo."""
+    """Attach an activation cache on the SSD, which exists as long as the model or until it is undone."""
     named = section.get("folder") or folder
     if not named:
         raise ValueError(
@@ -314,7 +315,7 @@ def _apply_ssd(
         cache.close()
         raise
     close = weakref.finalize(model, cache.close)
-    close.atexit = False  # the tier closes itself at the end of the process, and before its users
+    close.atexit = False  # at the end of the process the tier closes itself, before its users
     applied._undo += [close, detach]
     applied.cache = cache
     applied.chosen["checkpointing"] = "ssd" if mix is None else f"ssd ({mix})"
@@ -334,7 +335,7 @@ def _switch_off(model: Any) -> None:
 
 
 def _remember_checkpointing(model: Any) -> Undo:
-    """Undo for any change of which modules checkpoint, and by what."""
+    """Return a function that restores which modules checkpoint, and with which function."""
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
     before = [(module, name, vars(module).get(name)) for module in model.modules() for name in names]
 

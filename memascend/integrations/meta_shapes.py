@@ -27,14 +27,17 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class MetaShapes:
-    """`sizes` under the names of a Llama configuration, as far as the class knows them; `shapes` in module order."""
+    """`sizes`: those sizes that the class has, under the names of a Llama configuration; `shapes`: in module order."""
 
     sizes: dict[str, Any]
     shapes: list[tuple[str, tuple[int, ...]]]
 
 
 def meta_shapes(name: str, config: Mapping[str, Any]) -> MetaShapes:
-    """Build the class of `config` without storage. ValueError, in one line, where transformers has none for it."""
+    """Build the class of `config` without storage and return its sizes and shapes.
+
+    Raises ValueError, in one line, if transformers cannot build it as a causal language model.
+    """
     settings = {key: value for key, value in config.items() if not key.startswith("_") and key != "architectures"}
     model_type = str(settings.pop("model_type", ""))
     try:

@@ -18,9 +18,9 @@ _OTHERS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 def local_folder(name: str, *, weights: bool = True) -> Path:
-    """The folder of a model: a local one as it is, a hub name downloaded (or from the cache), without `weights` if so.
+    """Return the folder of a model: a local folder as it is, a hub name downloaded or from the cache.
 
-    Raises ValueError, in one line, where it is neither.
+    With `weights` false, a download leaves the weights out. Raises ValueError, in one line, if `name` is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -78,7 +78,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def configuration(folder: Path) -> dict[str, Any]:
-    """A model's configuration as a plain dict, with the defaults that transformers fills in."""
+    """Return a model's configuration as a plain dict, with the defaults that transformers fills in.
+
+    Raises ValueError, in one line, if transformers cannot read it.
+    """
     from transformers import AutoConfig
 
     try:
@@ -90,7 +93,10 @@ def configuration(folder: Path) -> dict[str, Any]:
 
 
 def parameter_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a causal LM's parameters (a tied one once), without memory for them."""
+    """Return names and shapes of a causal LM's parameters (tied ones once) without allocating them.
+
+    Raises ValueError, in one line, for a model that is not a causal LM.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     settings = _config(config)
@@ -123,14 +129,14 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-_alive: list[Any] = []  # transformers keeps but a weak reference
+_alive: list[Any] = []  # transformers keeps only a weak reference
 
 
 def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A causal LM under ZeRO-3's zero.Init: the weights of a folder, or initialised from a configuration dict.
+    """Return a causal LM under ZeRO-3's zero.Init: the weights of a folder, or initialised from a configuration dict.
 
-    Call after memascend.enable, before deepspeed.initialize. Both ways compute the model's buffers alike, so that a run
-    that began with initialised weights goes on from a checkpoint's folder with the same bits.
+    Call after memascend.enable and before deepspeed.initialize. Both ways compute the model's buffers alike, so that a
+    run that began with initialised weights resumes bit-identically from a checkpoint's folder.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -145,11 +151,11 @@ def partitioned_model(source: Path | dict[str, Any], ds_config: dict[str, Any], 
 def in_memory_model(
     source: Path | dict[str, Any], dtype: torch.dtype, filled: Callable[[torch.nn.Module], None] | None = None
 ) -> Any:
-    """As `partitioned_model`, whole and in memory, without DeepSpeed: the same weights to the bit.
+    """Return the model of `partitioned_model` whole and in memory, without DeepSpeed, with bit-identical weights.
 
-    An initialised model gets its values in the same order of the same draws: as soon as a module stands in its parent,
-    and not, as transformers does it, when the whole model is there. `filled` is called for each module that has its
-    values, while there are no others (of a folder: when all are there).
+    An initialised model gets its values from the same random draws in the same order: as soon as a module is registered
+    in its parent, and not, as in transformers, once the whole model exists. `filled` is called for each module as soon
+    as it has its values, before later modules exist (for a folder: after all have been loaded).
     """
     if isinstance(source, dict):
         return _to_train(_initialised_in_memory(source, dtype, filled))
@@ -200,7 +206,7 @@ def _initialised_in_memory(
 
 
 def _is_filled_by_transformers(module: torch.nn.Module) -> bool:
-    """Whether a module has parameters of its own and no way to fill them: a norm, a mixture's experts and routers."""
+    """Return whether a module has own parameters and no `reset_parameters`: norms, a mixture's experts and routers."""
     return not hasattr(module, "reset_parameters") and next(module.parameters(recurse=False), None) is not None
 
 
@@ -213,10 +219,11 @@ def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch
     shell = _shell(config)
 
     class FillingInit(Init):
-        """Before a module's own parameters are partitioned, they get their values.
+        """A zero.Init that fills a module's own parameters before they are partitioned.
 
-        transformers fills a model after it is made: under zero.Init it finds nothing. Linear and embedding layers fill
-        themselves (see causal_lm); a mixture's fused experts and routers are torch.empty or zeros without this.
+        transformers fills a model after constructing it, but under zero.Init the parameters are then partitioned and
+        empty. Linear and embedding layers fill themselves (see causal_lm); without this class a mixture's fused experts
+        and routers would stay torch.empty or zeros.
         """
 
         def _post_init_method(self, module: torch.nn.Module) -> None:
@@ -229,9 +236,9 @@ def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch
 
 
 def _shell(config: dict[str, Any]) -> Any:
-    """The model's class with its configuration and nothing in it: it knows how to fill single modules.
+    """Return an instance of the model's class with its configuration but no modules, for its `_init_weights`.
 
-    Made before zero.Init, under which the class must not be imported for the first time.
+    Must be made before zero.Init, under which the class must not be imported for the first time.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -244,15 +251,15 @@ def _shell(config: dict[str, Any]) -> Any:
 
 
 def apply_options(model: Any, config: Any, allocator: Any, folder: str | None) -> AppliedOptions:
-    """Attention, loss and checkpointing as the run's `config` names them.
+    """Apply attention, loss and checkpointing as the run's `config` names them.
 
-    `allocator`: where offloaded checkpoints go. `folder`: where activations go with checkpointing `ssd`.
+    `allocator` allocates offloaded checkpoints; `folder` receives the activations with checkpointing `ssd`.
     """
     from memascend.activation.options import MINIMUM_BYTES
     from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
     section = config.activation_section()
-    if section is not None and config.twin > 1:  # its tensors are smaller, and so is what stays in memory for its size
+    if section is not None and config.twin > 1:  # a twin's tensors are smaller, so the size limit is scaled with them
         section["minimum_bytes"] = max(1, MINIMUM_BYTES // config.twin**2)
     options = MemoryOptions(
         attention=config.attention,
@@ -264,7 +271,7 @@ def apply_options(model: Any, config: Any, allocator: Any, folder: str | None) -
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of all that a model saves beside its parameters."""
+    """Yield (name, buffer) for every buffer that a model saves in addition to its parameters."""
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
@@ -272,7 +279,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def save_configuration(model: Any, folder: Path, tokenizer: Path) -> None:
-    """config.json, generation_config.json and the tokenizer's files, as save_pretrained writes them."""
+    """Write config.json and generation_config.json as save_pretrained does, and copy the tokenizer's files."""
     import shutil
 
     model.config.architectures = [type(model).__name__]

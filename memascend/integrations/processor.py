@@ -1,4 +1,4 @@
-"""The name of this machine's processor, asked for once."""
+"""Cache of this machine's processor name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 
 def remember_processor() -> None:
-    """DeepSpeed asks for the processor's name for each optimizer, and a Python program that takes a second answers."""
+    """Cache the processor's name: DeepSpeed queries it for each optimizer, which starts Python for about a second."""
     import cpuinfo
 
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)

@@ -1,7 +1,8 @@
 """AdamW over CPU memory, in one pass: one step as a function, and an optimizer that allocates its own states.
 
-`adamw_` takes fp32 states, or bf16 states with stochastic rounding. `AdamW` is a torch optimizer over it with fp32
-states from an allocator, so that they are pinned, placed on NUMA nodes, booked by name and held to a budget.
+`adamw_` takes fp32 states, or bf16 states with stochastic rounding. `AdamW` is a torch optimizer on top of it whose
+fp32 states come from an allocator, so that they are pinned, placed on NUMA nodes, booked by name and limited by a
+budget.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memascend.memory.topology import Topology
 _LOADED = _C.__name__  # importing it registers the operators
 
 
-# More than eight parameters: tensors and options are those of torch's own AdamW, for one tensor.
+# More than eight parameters, because these are the tensors and options of torch's own AdamW for one tensor.
 def adamw_(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -39,18 +40,17 @@ def adamw_(
 ) -> None:
     """Update `param`, `exp_avg` and `exp_avg_sq` in place; the defaults are those of torch.optim.AdamW.
 
-    All tensors: contiguous, CPU, one shape. The three states are all float32, or all bfloat16 and then rounded
-    stochastically by a counter-based generator (ARS-5 keyed by `seed`, `step` and the element's index; 16 bits a state,
-    of which any two are independent): equal
-    inputs give equal bits, with any number of threads and on any processor. `grad` is float32, float16 or bfloat16 and
-    multiplied by `grad_scale` (1 / loss scale, clipping) as it is read. `half_copy` (float16 or bfloat16) receives the
-    updated parameter, rounded to nearest. `step` counts from one.
+    All tensors are contiguous CPU tensors of one shape. The three states are all float32, or all bfloat16 and then
+    rounded stochastically by a counter-based generator (ARS-5 keyed by `seed`, `step` and the element's index; 16 bits
+    per state, pairwise independent): equal inputs give equal bits, with any number of threads and on any processor.
+    `grad` is float32, float16 or bfloat16 and multiplied by `grad_scale` (1 / loss scale, clipping) as it is read.
+    `half_copy` (float16 or bfloat16) receives the updated parameter, rounded to nearest. `step` counts from one.
 
     A slice of a larger tensor gives the bits of the whole if `element_offset` is the index of its first element.
 
     Raises ValueError for shapes, dtypes and options that do not fit. Raises RuntimeError, naming tensor and element, if
-    a number is infinite or NaN before or after the step (or a variance negative); the group of 32 elements around it is
-    then unchanged and the rest is updated. Call has_overflow or unscale_norm_overflow_ on the gradients first.
+    a number is infinite or NaN before or after the step (or a variance is negative); the group of 32 elements around it
+    then stays unchanged and the rest is updated. Call has_overflow or unscale_norm_overflow_ on the gradients first.
     """
     with torch.no_grad():
         torch.ops.memascend.adamw_(
@@ -72,32 +72,35 @@ def adamw_(
 
 
 def chunk_counts() -> tuple[int, int]:
-    """Chunks of 16,384 elements that this process has updated near their data and elsewhere, where work was divided
-    over several nodes with processors."""
+    """Return how many chunks of 16,384 elements this process has updated on the NUMA node of their data and elsewhere.
+
+    Only updates that were divided over several nodes with processors count.
+    """
     return _C.numa_chunk_counts()
 
 
 def divided_work(near: int, elsewhere: int, topology: Topology) -> dict[str, Any] | None:
-    """How updates were divided over nodes, for a report: the nodes with processors, and `chunk_counts` (of all ranks).
+    """Return, for a report, how updates were divided over nodes: nodes with processors and `chunk_counts` of all ranks.
 
-    None on a machine with one such node, where there is nothing to divide.
+    Returns None on a machine with one such node, where nothing can be divided.
     """
     nodes = [node.number for node in topology.with_cpus]
     return {"nodes": nodes, "near": near, "elsewhere": elsewhere} if len(nodes) > 1 else None
 
 
-# What a parameter may need, by the key of its state, with the name and the owner of its ledger entries.
-# Of stochastic rounding, wherever the library trains by itself: a run that goes on rounds as one that did not stop.
+# The seed of stochastic rounding wherever the library runs the training itself: a resumed run rounds exactly as one
+# that was not interrupted.
 ROUNDING_SEED = 0x4D656D41
+# The states that a parameter may need, by key, with the owner of their ledger entries.
 STATE_OWNERS = {"master": "master_weights", "exp_avg": "momentum", "exp_avg_sq": "variance"}
 
 
 class AdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW over parameters in host memory, with fp32 states of its own memory.
+    """torch.optim.AdamW over parameters in host memory, with fp32 states in memory from an allocator.
 
-    A float32 parameter is its own master; one of 16 bits gets a float32 master ("master" in its state), of which it is
-    the rounded copy. Results are torch's within 1e-6, and state dicts of float32 parameters are torch's, in both
-    directions (without amsgrad and maximize). Not thread-safe, as any optimizer.
+    A float32 parameter is its own master; a 16-bit parameter gets a float32 master ("master" in its state), of which it
+    is the rounded copy. Results agree with torch's within 1e-6, and state dicts of float32 parameters are
+    interchangeable with torch's (without amsgrad and maximize). Not thread-safe, like any torch optimizer.
     """
 
     OWNERS: Mapping[str, str] = STATE_OWNERS
@@ -114,11 +117,15 @@ class AdamW(torch.optim.Optimizer):
         allocator: Allocator | None = None,
         placements: Mapping[str, Placement] | None = None,
     ) -> None:
-        """`params`: as torch takes them; with names, the ledger's entries have them. `allocator`: of all states
-        (default: exact pinned memory, no ledger). `placements`: NUMA policy by state ("master", "exp_avg" ...).
+        """Create the optimizer.
 
-        States are taken at a parameter's first step, or all at once by `allocate_states`. Raises ValueError for options
-        that make no sense and for parameters that are not dense CPU tensors of 32 or 16 bits.
+        Args:
+            params: as torch takes them; if they have names, the ledger's entries use these.
+            allocator: allocates all states (default: exact pinned memory, no ledger).
+            placements: NUMA policy by state ("master", "exp_avg" ...).
+
+        States are allocated at a parameter's first step, or all at once by `allocate_states`. Raises ValueError for
+        invalid options and for parameters that are not contiguous CPU tensors of 32 or 16 bits.
         """
         unknown = sorted(set(placements or {}) - set(self.OWNERS))
         if unknown:
@@ -140,14 +147,18 @@ class AdamW(torch.optim.Optimizer):
                 )
 
     def allocate_states(self) -> None:
-        """Take the states of all parameters that train now. MemoryError, by name and owner, where there is no room."""
+        """Allocate the states of all trainable parameters now. Raises MemoryError, naming state and owner, if they do
+        not fit."""
         for parameter, name in self._named():
             if parameter.requires_grad and not self.state[parameter]:
                 self._begin(parameter, name)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; what `closure` returns. RuntimeError for infinite numbers."""
+        """Update every parameter that has a gradient and return the value of `closure`, or None without one.
+
+        Raises RuntimeError for infinite numbers and NaN, as `adamw_` does.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,10 +171,10 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over options and states; states are copied into memory of the allocator.
+        """Load options and states; states are copied into memory of the allocator.
 
-        torch's own would cast float32 states to a parameter's 16 bits. Raises ValueError for groups that do not fit,
-        and for amsgrad and maximize, which this optimizer does not do.
+        torch's own method would cast float32 states to the 16 bits of a parameter. Raises ValueError for groups that do
+        not match, and for amsgrad and maximize, which this optimizer does not support.
         """
         for group in state_dict["param_groups"]:
             for option in ("amsgrad", "maximize"):
@@ -171,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"AdamW: the state was saved with {option}, which is not supported here: train without it"
                     )
-        super().load_state_dict({**state_dict, "state": {}})  # checks the groups, and lets go of the former states
+        super().load_state_dict({**state_dict, "state": {}})  # checks the groups and releases the previous states
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (parameter, name) in zip(numbers, self._named(), strict=True):
             if saved := state_dict["state"].get(number):
@@ -181,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
                         state[key].copy_(torch.as_tensor(value))
 
     def _named(self) -> list[tuple[torch.Tensor, str]]:
-        """Parameters in the order of the groups, with their names, or their numbers where they have none."""
+        """Return the parameters in the order of the groups, with their names, or "parameter N" without names."""
         named = []
         for group in self.param_groups:
             names = group.get("param_names") or [None] * len(group["params"])
@@ -190,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
         return named
 
     def _begin(self, parameter: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        """The state before the first step."""
+        """Allocate and return the state of a parameter before its first step."""
         state: dict[str, torch.Tensor] = {"step": torch.tensor(0.0)}
         for key, owner in STATE_OWNERS.items():
             if key != "master" or parameter.dtype != torch.float32:

@@ -1,9 +1,9 @@
 """Cross-entropy of a linear head that never holds the logits of more than a chunk of tokens.
 
-The logits of 4 x 4,096 tokens over the 152,064 words of Qwen2.5 take 4.6 GiB in 16 bits, and twice that again in the
-fp32 in which the loss is taken. Here they exist for one chunk of tokens at a time; the backward pass computes them
-again, because only then the loss scale is known: fp16 gradients taken before it would underflow. The idea is that of
-Liger-Kernel's fused linear cross-entropy; this is plain torch, for any device.
+The logits of 4 x 4,096 tokens over the 152,064 words of Qwen2.5 take 4.6 GiB in 16 bits, and twice as much again in the
+fp32 in which the loss is computed. Here they exist for one chunk of tokens at a time. The backward pass computes them
+again, because the loss scale is known only then: fp16 gradients computed earlier would underflow. The idea is that of
+Liger-Kernel's fused linear cross-entropy; this implementation is plain torch, for any device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch.autograd.function import once_differentiable
 from memascend.ops.half_linear import computed_in_fp32, product_in_fp32
 
 IGNORE_INDEX = -100  # torch's and transformers' default
-# Logits alive at once, in the model's dtype, in fp32 and as gradients. At Qwen2.5's vocabulary in bf16 some 145 tokens.
+# Bytes of the logits of one chunk in the model's dtype, in fp32 and as gradients: some 145 tokens at Qwen2.5's
+# vocabulary in bf16.
 DEFAULT_CHUNK_BYTES = 256 << 20
-_ROWS = 16384  # of the weight's gradient at a time: a ninth of Qwen2.5's vocabulary
+_ROWS = 16384  # rows of the weight's gradient computed at a time: a ninth of Qwen2.5's vocabulary
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its logits before the loss: x * scale, then softcap * tanh(x / softcap) (Gemma 2)."""
+    """A model's transform of its logits before the loss: x * scale, then softcap * tanh(x / softcap) (Gemma 2)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -36,7 +37,7 @@ class LogitTransform:
         return logits
 
     def backward(self, grad: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
-        """Gradient of the raw logits, from that of the transformed ones; changes `grad`."""
+        """Return the gradient of the raw logits, given that of the transformed ones; changes `grad` in place."""
         if self.softcap is not None:
             grad *= 1 - (transformed / self.softcap).square_()
         if self.scale != 1.0:
@@ -55,14 +56,18 @@ def chunked_linear_cross_entropy(
     transform: LogitTransform | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> torch.Tensor:
-    """`cross_entropy(transform(linear(hidden, weight, bias)).float(), labels)` as an fp32 scalar.
+    """Return `cross_entropy(transform(linear(hidden, weight, bias)).float(), labels)` as an fp32 scalar.
 
-    hidden: (..., H), floating. weight: (V, H) and bias: (V,), of the same dtype, or cast by autocast. labels: (...) of
-    int64, each in [0, V) or `ignore_index`; already shifted. `reduction`: "mean" over the labels that count (NaN if
-    there are none, as in torch) or "sum". `chunk_bytes`: bound of the memory that logits and their gradients take (at
-    least one token's). The gradients are rounded once; that of the weight is summed in fp32 over chunks.
-    Under ZeRO-3 the weight must be gathered, once in forward and once in backward: call it inside the head module's
-    forward. Raises ValueError for shapes and options that do not fit.
+    Args:
+        hidden: (..., H), floating point.
+        weight, bias: (V, H) and (V,), of the same dtype as `hidden`, or cast by autocast.
+        labels: (...) of int64, already shifted; each in [0, V) or `ignore_index`.
+        reduction: "mean" over the labels that are not ignored (NaN if all are, as in torch) or "sum".
+        chunk_bytes: bound on the memory of logits and their gradients (at least one token is processed at a time).
+
+    The gradients are rounded once; that of the weight is summed in fp32 over chunks. Under ZeRO-3 the weight must be
+    gathered, once in forward and once in backward: call this function inside the head module's forward. Raises
+    ValueError for shapes and options that do not fit.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"cross-entropy: reduction {reduction!r} is unknown: use 'mean' or 'sum'")
@@ -94,7 +99,7 @@ class _Settings:
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
-    """Sum of the losses. hidden (T, H), weight (V, H), bias (V) or None, labels (T)."""
+    """Sum of the losses of hidden (T, H), weight (V, H), bias (V) or None, and labels (T)."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, settings):
@@ -138,7 +143,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 def target_columns(
     labels: torch.Tensor, counted: torch.Tensor, begin: int, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each label (T) is one of the words `begin` to `end`, and its column (T, 1) among them (0 where not)."""
+    """Return whether each label (T) is in [begin, end), and its column (T, 1) in that range (0 for other labels)."""
     here = counted & (labels >= begin) & (labels < end)
     return here, torch.where(here, labels - begin, 0).unsqueeze(1)
 
@@ -152,7 +157,10 @@ def grad_of_logits(
     transform: LogitTransform,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    """(softmax - one-hot) * scale of some tokens and words in fp32. `target`: see `target_columns`; `scale`: (T)."""
+    """Return (softmax - one-hot) * scale through `transform`, in fp32, for the words of `weight`.
+
+    `target` comes from `target_columns`; `log_sums` and `scale` have shape (T).
+    """
     here, columns = target
     logits = transform(torch.nn.functional.linear(hidden, weight, bias).float())
     grad = logits - log_sums.unsqueeze(1) if transform.softcap is not None else logits.sub_(log_sums.unsqueeze(1))
@@ -175,7 +183,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
-    """total (V, H, fp32) += grad (c, V)^T @ hidden (c, H), in blocks of rows so that no second (V, H) exists."""
+    """Add grad (c, V)^T @ hidden (c, H) to total (V, H, fp32), in blocks of rows so that no second (V, H) exists."""
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), hidden)
         return

@@ -1,7 +1,7 @@
-"""`F.linear` of 16-bit tensors on a CPU with products in fp32, where the CPU has no arithmetic of that type.
+"""`F.linear` of 16-bit tensors on a CPU with products in fp32, for CPUs without arithmetic of that type.
 
-PyTorch's fp16 products are some 800 times slower. Its bf16 products are as fast as the CPU's own instructions where it
-has them (AVX-512 and later); on one without them a product of backward takes far longer than one in fp32.
+PyTorch's fp16 products are some 800 times slower. Its bf16 products are fast where the CPU has instructions for them
+(AVX-512 and later); without these instructions a product of the backward pass takes far longer than one in fp32.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Of a weight: its fp32 copy, and what MKL packs of it (5 MiB for the output matrix of a 7B twin at k = 16, pageable),
-# would be held at once; a GPU holds neither.
+# Rows of a weight converted at a time. Otherwise a whole fp32 copy of the weight and MKL's packed copy of that (5 MiB
+# for the output matrix of a 7B twin at k = 16, pageable) would be in memory together; a GPU needs neither.
 _ROWS_AT_ONCE = 256
 
 
@@ -22,8 +22,8 @@ def bf16_is_native() -> bool:
 
 
 def computed_in_fp32(tensor: torch.Tensor) -> bool:
-    """Return whether products with this tensor are computed in fp32: on a CPU those of fp16, and of what
-    `products_in_fp32` was called for."""
+    """Return whether products with this tensor are computed in fp32: on a CPU those of fp16, and of the dtypes that
+    `products_in_fp32` was called with."""
     in_fp32 = (torch.float16, *getattr(torch.nn.functional.linear, "in_fp32", ()))
     return tensor.device.type == "cpu" and tensor.dtype in in_fp32
 
@@ -37,7 +37,7 @@ def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def linear_in_fp32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``F.linear`` of 16-bit tensors, products and sums in fp32, rounded once; (..., in), (out, in) -> (..., out)."""
+    """Return ``F.linear`` of 16-bit tensors (..., in), (out, in) -> (..., out), summed in fp32 and rounded once."""
     y, x = x.new_empty(*x.shape[:-1], len(weight)), x.float()
     for rows in _slices(weight):
         part = x @ weight[rows].float().t()
@@ -50,7 +50,7 @@ def _slices(weight: torch.Tensor) -> Iterator[slice]:
 
 
 class _LinearInFp32(torch.autograd.Function):
-    """``F.linear`` of 16-bit tensors with products in fp32; what is saved stays 16-bit."""
+    """``F.linear`` of 16-bit tensors with products in fp32; the tensors saved for backward stay 16-bit."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # x (..., in), weight (out, in), bias (out) or None -> (..., out)
@@ -75,9 +75,9 @@ class _LinearInFp32(torch.autograd.Function):
 
 
 def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
-    """Keep storage and rounding of 16-bit results; compute the products of ``F.linear`` in fp32. On the CPU only.
+    """Replace ``F.linear`` for CPU tensors of these dtypes: products in fp32, results stored and rounded in 16 bits.
 
-    Returns what undoes it.
+    Returns a function that undoes the replacement.
     """
     stock = torch.nn.functional.linear
 
@@ -96,7 +96,7 @@ def products_in_fp32(*dtypes: torch.dtype) -> Callable[[], None]:
 
 
 def products(dtype: torch.dtype, matmul: str, device: torch.device) -> str:
-    """Return in which type `choose_products` has them computed: "fp32" or "native"."""
+    """Return how `choose_products` has products computed: "fp32" or "native"."""
     if device.type != "cpu" or dtype == torch.float32:
         return "native"
     slow = dtype == torch.float16 or (matmul == "auto" and not bf16_is_native())
@@ -104,14 +104,14 @@ def products(dtype: torch.dtype, matmul: str, device: torch.device) -> str:
 
 
 def choose_products(dtype: torch.dtype, matmul: str, device: torch.device) -> Callable[[], None]:
-    """Have a training's products computed as `matmul` says; returns what undoes it.
+    """Have the products of a training run computed as `matmul` says; return a function that undoes it.
 
-    On a CPU those of bf16 matrices are PyTorch's own (`native`), or computed in `fp32`; `auto` is fp32 where the CPU
-    has no bf16 arithmetic. Those of fp16 are always computed in fp32. On a GPU all are native.
+    On a CPU the products of bf16 matrices are PyTorch's own (`native`) or computed in `fp32`; `auto` is fp32 if the CPU
+    has no bf16 arithmetic. Products of fp16 are always computed in fp32 on a CPU. On a GPU all products are native.
     """
     return products_in_fp32(dtype) if products(dtype, matmul, device) == "fp32" else lambda: None
 
 
 def fp16_products_in_fp32() -> Callable[[], None]:
-    """As training in fp16 on a CPU needs it."""
+    """Compute fp16 products in fp32, as training in fp16 on a CPU needs; return a function that undoes it."""
     return products_in_fp32(torch.float16)

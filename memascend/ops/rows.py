@@ -1,10 +1,10 @@
-"""Embedding, head and its cross-entropy over a matrix of which a few rows are in memory at a time.
+"""Embedding, head and its cross-entropy over a matrix of which only some rows are in memory at a time.
 
-The matrix of an embedding or a head has a row for each word: at Qwen2.5-7B's vocabulary more than two blocks. Here its
-*slices*, runs of rows, come one after the other, in forward and again in backward, and each gradient is handed over
-with its slice. A gradient of the embedding has the bits of torch's; a sum over the vocabulary (the head's gradient of
-its input, the loss) is taken slice by slice, so that its last bits are those of training in memory with the same slices
-(`WholeRows`), not those of training without.
+The matrix of an embedding or a head has one row per word: at Qwen2.5-7B's vocabulary it is larger than two blocks. Here
+its *slices*, runs of consecutive rows, come one after the other, in forward and again in backward, and each slice's
+gradient is passed on by itself. The embedding's gradient is bit-identical to torch's. A sum over the vocabulary
+(the head's gradient of its input, the loss) is computed slice by slice, so that its last bits are those of training in
+memory with the same slices (`WholeRows`), not those of training without slices.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from memascend.ops.cross_entropy import (
     target_columns,
 )
 
-_ROWS = "_memascend_rows"  # of a module: its matrix, where that is sliced
+_ROWS = "_memascend_rows"  # attribute of a module: its sliced matrix
 
 
 class Gradients(Protocol):
-    """Where one pass's gradients of a matrix go."""
+    """Receiver of a matrix's gradients from one backward pass."""
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """Of slice `number`, whose rows are open; in ascending order."""
+        """Receive the gradient of slice `number`; slices come in ascending order."""
 
     def end(self) -> torch.Tensor | None:
-        """Of the anchor; all slices have been added."""
+        """Return the gradient of the anchor, or None; called after all slices have been added."""
 
 
 class Rows(Protocol):
-    """A matrix by slices. `bounds`: (begin, end) of their rows; `anchor`: needs a gradient where the matrix does."""
+    """A matrix by slices. `bounds`: (begin, end) rows of each; `anchor`: requires a gradient if the matrix does."""
 
     bounds: Sequence[tuple[int, int]]
     width: int
@@ -51,21 +51,22 @@ class Rows(Protocol):
     anchor: torch.Tensor
 
     def open(self, number: int, ahead: Sequence[int] = ()) -> AbstractContextManager[torch.Tensor]:
-        """The rows of a slice, valid inside; `ahead`: those that will be asked for next."""
+        """Return a context with the rows of slice `number`, valid inside it; `ahead`: the slices requested next."""
 
     def gradients(self) -> Gradients:
-        """For a forward pass whose backward will come."""
+        """Return the receiver of gradients for a forward pass that a backward pass will follow."""
 
 
 def rows_of(module: nn.Module) -> Rows | None:
-    """The sliced matrix of an embedding or a head; None: its weight is whole."""
+    """Return the sliced matrix of an embedding or a head, or None if its weight is whole."""
     return getattr(module, _ROWS, None)
 
 
 def slice_module(module: nn.Module, rows: Rows) -> Callable[[], None]:
-    """Let an nn.Embedding or nn.Linear compute over `rows`; returns the undo. Its weight is not looked at any more.
+    """Let an nn.Embedding or nn.Linear compute over `rows` instead of its weight; return a function that undoes it.
 
-    A `forward` of the instance's own stays where it says `takes_rows`: it asks `rows_of` by itself.
+    A `forward` set on the instance is kept: `can_be_sliced` requires that it has `takes_rows` set, so that it calls
+    `rows_of` itself.
     """
     own = vars(module).get("forward")
     setattr(module, _ROWS, rows)
@@ -83,7 +84,7 @@ def slice_module(module: nn.Module, rows: Rows) -> Callable[[], None]:
 
 
 def can_be_sliced(module: nn.Module) -> bool:
-    """Whether `slice_module` knows all that the module does."""
+    """Return whether `slice_module` supports everything that the module does."""
     if not getattr(vars(module).get("forward"), "takes_rows", "forward" not in vars(module)):
         return False
     if type(module) is nn.Embedding:
@@ -92,7 +93,7 @@ def can_be_sliced(module: nn.Module) -> bool:
 
 
 class WholeRows:
-    """Slices of a parameter in memory: the same order of sums as with slices that come and go."""
+    """Slices of a parameter in memory, summed in the same order as slices that are loaded on demand."""
 
     def __init__(self, weight: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> None:
         self.anchor, self.bounds = weight, list(bounds)
@@ -167,7 +168,7 @@ def _inside(ids: torch.Tensor, bounds: tuple[int, int]) -> torch.Tensor:
 
 
 def sliced_head(module: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """All logits of a head: (..., H) -> (..., V)."""
+    """Return all logits of a head: (..., H) -> (..., V)."""
     rows, (hidden, bias) = rows_of(module), _as_autocast(hidden, module.bias)
     with torch.autocast(hidden.device.type, enabled=False):
         flat = _SlicedLinear.apply(rows.anchor, hidden.reshape(-1, rows.width), bias, rows)
@@ -182,10 +183,10 @@ def sliced_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     transform: LogitTransform | None = None,
 ) -> torch.Tensor:
-    """The summed loss of `chunked_linear_cross_entropy` for a head whose matrix is sliced, by logits of one slice.
+    """Return the summed loss of `chunked_linear_cross_entropy` for a sliced head, with one slice's logits at a time.
 
     hidden: (..., H); labels: (...) of int64, in [0, V) or `ignore_index`. Returns an fp32 scalar. The weight's gradient
-    is rounded once, that of `hidden` once for each slice, and summed in fp32. Raises IndexError for another label.
+    is rounded once, that of `hidden` once per slice, and summed in fp32. Raises IndexError for any other label.
     """
     rows, (hidden, bias) = rows_of(module), _as_autocast(hidden, module.bias)
     flat, transform = labels.reshape(-1), transform or LogitTransform()
@@ -209,7 +210,7 @@ def _as_autocast(hidden: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch
 
 
 class _OfHidden:
-    """Sum over slices of `grad @ rows` (T, H), in fp32 where there are several."""
+    """The gradient of `hidden`: the sum over slices of `grad @ rows` (T, H), in fp32 if there are several slices."""
 
     def __init__(self, hidden: torch.Tensor, wanted: bool, slices: int) -> None:
         self._dtype, self._total = hidden.dtype, None
@@ -225,7 +226,7 @@ class _OfHidden:
 
 
 def _chunks(tokens: int, words: int, dtype: torch.dtype) -> list[slice]:
-    """Of tokens whose logits of one slice, in fp32 and as gradients, are no more than a chunk of the loss may take."""
+    """Return slices of the tokens such that the logits of one slice of `words` fit into `DEFAULT_CHUNK_BYTES`."""
     size = max(1, DEFAULT_CHUNK_BYTES // (words * 2 * (torch.float32.itemsize + dtype.itemsize)))
     return [slice(begin, begin + size) for begin in range(0, tokens, size)]
 
@@ -260,7 +261,7 @@ class _SlicedLinear(torch.autograd.Function):
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
-    """Sum of the losses; (anchor, hidden (T, H), bias (V) or None, labels (T), rows, transform, counted (T))."""
+    """Sum of the losses of (anchor, hidden (T, H), bias (V) or None, labels (T), rows, transform, counted (T))."""
 
     @staticmethod
     def forward(ctx, anchor, hidden, bias, labels, rows, transform, counted):

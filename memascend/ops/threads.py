@@ -1,22 +1,23 @@
-"""How many threads a kernel takes, where that is not for torch to say."""
+"""Control of the number of threads that kernels use, beyond torch's own settings."""
 
 from memascend import _C
 
 
 def compute_alone() -> None:
-    """Kernels that this thread calls, torch's and ours, take no other thread from here on.
+    """Make all later kernels that this thread calls, torch's and ours, run on this thread alone.
 
-    For a thread that computes beside another one's products: OpenMP gives each thread that shares work out a team of
-    its own. With two teams there are more threads than cores, and libgomp then lets all of them sleep after each
-    kernel in place of waiting for the next: on two cores a training step took a third longer, whoever had the second
-    team.
+    Meant for a thread that computes while another one runs matrix products. OpenMP gives each thread that distributes
+    work a team of its own. With two teams there are more threads than cores, and libgomp then lets all of them sleep
+    after each kernel instead of spinning until the next: on two cores a training step took a third longer, whichever
+    thread had the second team.
     """
     _C.compute_alone()
 
 
 def end_team() -> None:
-    """Let go of the threads that share this thread's kernels; the next kernel gets new ones.
+    """Release this thread's OpenMP team; the next kernel gets a new one.
 
-    For threads that compute in turn: only the one at work has a team, so that there are no more threads than cores.
+    Meant for threads that compute in turn: only the active one has a team, so that there are no more threads than
+    cores.
     """
     _C.end_team()

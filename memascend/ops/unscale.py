@@ -1,4 +1,4 @@
-"""Unscale gradients, sum their squares and look for overflow: one pass, where a step otherwise takes three or four."""
+"""Unscaling of gradients, sum of squares and overflow check in one pass, for which a step otherwise needs 3 or 4."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ _LOADED = _C.__name__  # importing it registers the operators
 
 
 class UnscaleResult(NamedTuple):
-    """`sum_squares`: float64, of the values as written; infinite or NaN with an overflow. Both are 0-d CPU tensors."""
+    """Results of the pass, both 0-d CPU tensors.
+
+    `sum_squares` is float64, the sum over the values as written; infinite or NaN if there is an overflow.
+    """
 
     sum_squares: torch.Tensor
     overflow: torch.Tensor
 
 
 def unscale_norm_overflow_(grad: torch.Tensor, inverse_scale: float, out: torch.Tensor | None = None) -> UnscaleResult:
-    """grad *= inverse_scale, in place, or into `out` (float32, of the same shape, where a 16-bit gradient is widened).
+    """Multiply `grad` by `inverse_scale` in place, or into `out`, and return sum of squares and overflow.
 
-    `grad`: dense CPU tensor of float32, float16 or bfloat16; in place any layout that is one run of memory, with `out`
-    contiguous. The product is taken in float32 and rounded to the output's dtype. The sum's bits depend on the number
-    of elements alone, not on threads or instruction set. With an inverse scale of 1 in place nothing is written.
-    The whole pass is done with an overflow too, so that what is left behind does not depend on timing.
-    Raises ValueError for other dtypes, shapes and layouts, and for an inverse scale that is not finite.
+    `grad` is a dense CPU tensor of float32, float16 or bfloat16; in place it may have any layout that is one run of
+    memory, with `out` it must be contiguous. `out` is float32 and of the same shape, for widening a 16-bit gradient.
+    The product is computed in float32 and rounded to the output's dtype. The order of the sum depends only on the
+    number of elements, so threads and instruction set change no bit of it. In place, an inverse scale of 1 writes
+    nothing. The pass is completed even after an overflow, so that the tensor's contents afterwards do not depend on
+    timing. Raises ValueError for other dtypes, shapes and layouts, and for an inverse scale that is not finite.
     """
     with torch.no_grad():
         if out is None:

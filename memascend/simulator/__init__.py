@@ -1,4 +1,4 @@
-"""A training step as a graph of tasks, simulated on a described machine. Imports no torch.
+"""Simulation of a training step as a graph of tasks on a described machine. Imports no torch.
 
 machine = ResourceModel(name="C1", resources={"gpu": Fifo(rate=340e12), "ssd": Drive(read=14e9, write=9.5e9)},
                   pools={"buffers": 2})

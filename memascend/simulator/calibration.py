@@ -11,10 +11,10 @@ class Calibration:
     """One constant of a model.
 
     Args:
-        name: what it is, e.g. `gpu_efficiency`.
-        value: in `unit`.
+        name: identifier of the constant, e.g. `gpu_efficiency`.
+        value: the value, in `unit`.
         reason: why the value is this one, with its source (paper and place, data sheet, benchmark record).
-        reach: where it may be used (testbeds, models); what lies outside is an extrapolation that a page has to name.
+        reach: where it may be used (testbeds, models); any other use is an extrapolation that a page has to name.
         solved_from: ids of the published rows (exhibit:series:model:x:metric) that were used to find the value.
     """
 
@@ -27,14 +27,14 @@ class Calibration:
 
 
 class CircularClaim(ValueError):
-    """A claim is judged by a number that its own expectation was used to find."""
+    """Raised when a claim's expectation was itself used to calibrate the value that the claim tests."""
 
 
 def same_row(one: str, other: str) -> bool:
-    """Whether two ids name one published number.
+    """Return whether two row ids name the same published number.
 
-    Exhibit, x and metric are equal. A series may carry a reading after its name ("LoHan (Eqs. 1 to 5)"), and either id
-    may leave out series or model, as rows of an exhibit with a single model do.
+    Exhibit, x and metric must be equal. A series may carry a reading after its name ("LoHan (Eqs. 1 to 5)"), and either
+    id may leave out series or model, as rows of an exhibit with a single model do.
     """
     (exhibit, *name, x, metric), (other_exhibit, *other_name, other_x, other_metric) = one.split(":"), other.split(":")
     if (exhibit, x, metric) != (other_exhibit, other_x, other_metric):
@@ -45,7 +45,7 @@ def same_row(one: str, other: str) -> bool:
 
 
 def require_held_out(claim: str, expected_rows: Iterable[str], calibrations: Iterable[Calibration]) -> None:
-    """Raises CircularClaim where a row that a claim expects was used to solve a constant behind the claim's value."""
+    """Raise CircularClaim if a row that a claim expects was used to solve for a constant behind the claim's value."""
     rows = set(expected_rows)
     for calibration in calibrations:
         both = sorted(row for row in rows if any(same_row(row, used) for used in calibration.solved_from))

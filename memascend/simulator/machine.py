@@ -1,7 +1,7 @@
-"""What tasks run on: resources with rates, memory pools, locks.
+"""The machine on which simulated tasks run: resources with rates, memory pools and locks.
 
 A resource is *FIFO* (one task at a time, in the order in which tasks became ready: a CUDA stream, a drive, the CPU
-optimizer) or *shared* (tasks run side by side and get max-min fair shares of the rate: PCIe, DRAM, a CXL node). A
+optimizer) or *shared* (tasks run concurrently and get max-min fair shares of the rate: PCIe, DRAM, a CXL node). A
 `Drive` is a drive or a mount with a rate for reads and one for writes: `duplex` drives serve the two directions at the
 same time, `simplex` drives one after the other.
 """
@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Fifo:
-    """One task at a time, `rate` units of work a second."""
+    """A resource that serves one task at a time, `rate` units of work per second."""
 
     rate: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """Tasks side by side, together at most `rate` units of work a second."""
+    """A resource that serves tasks concurrently, together at most `rate` units of work per second."""
 
     rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drive:
-    """Storage; tasks need `NAME.read` or `NAME.write`, in bytes. Rates in bytes per second.
+    """Storage with a read and a write rate, in bytes per second. Tasks need `NAME.read` or `NAME.write`, in bytes.
 
-    `duplex`: each direction has its rate by itself (as Linux throttles a block device); otherwise they share the
-    drive's time, as the models of LoHan and MLP-Offload assume.
+    `duplex`: each direction has its own rate, independent of the other (as Linux throttles a block device); otherwise
+    they share the drive's time, as the models of LoHan and MLP-Offload assume.
     """
 
     read: float
@@ -46,7 +46,7 @@ Resource = Fifo | Shared | Drive
 
 @dataclass(frozen=True)
 class Server:
-    """One thing that is busy or not. `shared`: it serves several tasks at a time."""
+    """A unit that is busy or idle: a resource or one direction of a duplex drive. `shared`: it serves several tasks."""
 
     name: str
     shared: bool
@@ -54,7 +54,7 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class ResourceModel:
-    """Resources by name, pools (name to size; `math.inf` never fills), names of locks."""
+    """A machine: resources by name, sizes of memory pools by name (`math.inf` never fills), and the names of locks."""
 
     name: str
     resources: Mapping[str, Resource]
@@ -73,16 +73,16 @@ class ResourceModel:
                 raise ValueError(f"machine {self.name}: {name!r} is a pool and a lock; give them two names")
 
     def work_names(self) -> list[str]:
-        """What `Task.needs` may name."""
+        """Return the names that `Task.needs` may use: `NAME.read` and `NAME.write` for a drive."""
         names = []
         for name, resource in self.resources.items():
             names += [f"{name}.read", f"{name}.write"] if isinstance(resource, Drive) else [name]
         return names
 
     def serve(self, work: str) -> tuple[Server, float]:
-        """Who serves a kind of work, and at how many units per second.
+        """Return the server of a kind of work and its rate in units per second.
 
-        Raises ValueError that names the machine and what it lacks.
+        Raises ValueError, naming the machine and the kinds of work that it has, if it has no such resource.
         """
         resource = self.resources.get(work)
         if isinstance(resource, Fifo | Shared):
@@ -94,5 +94,5 @@ class ResourceModel:
         raise ValueError(f"machine {self.name} has no {work!r}; it has {', '.join(self.work_names())}")
 
     def with_pools(self, size: float = math.inf) -> ResourceModel:
-        """The same machine with pools of another size, by default ones that never fill."""
+        """Return the same machine with all pools of another size; by default they never fill."""
         return dataclasses.replace(self, pools=dict.fromkeys(self.pools, size))

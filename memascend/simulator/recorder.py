@@ -1,15 +1,15 @@
-"""Events of a real step, written down while it runs, in the format that simulated ones have.
+"""Events of a real step, recorded while it runs, in the same format as those of a simulated one.
 
     recorder = Recorder()
     with recorder.phase("forward"):
         ...
     events = recorder.take()
 
-Resources have the names of a simulated step where they are the same thing: `gpu0` is the device (on a CUDA device its
-events say when the host issued the work), `cpu` the optimizer and the overflow check, `ssd.read` and `ssd.write` a
-transfer from its submission to its end, so that several overlap. Two are a real step's alone: `main`, the phase that
-the training's thread is in, and `wait`, where that thread waits; waits are taken out of its own events of `gpu0` and
-`cpu`, not out of those that other threads add.
+Resources have the names of a simulated step where they correspond: `gpu0` is the device (on a CUDA device its events
+say when the host issued the work), `cpu` the optimizer and the overflow check, `ssd.read` and `ssd.write` a transfer
+from its submission to its end, so that several may overlap. Two exist only in a real step: `main`, the phase that the
+training thread is in, and `wait`, the time that this thread waits. Waits are subtracted from the training thread's own
+events of `gpu0` and `cpu`, but not from those that other threads add.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _LONGEST_TRANSFER_S = 120
 
 
 class Recorder:
-    """Events of one rank. `span`, `phase`, `block` and `wait` belong to the training's thread, `add` to any."""
+    """Recorder of one rank's events.
+
+    `span`, `phase`, `wait`, `begin_block` and `end_block` are for the training thread only, the one that creates the
+    recorder; any thread may call `add` and `transfer`.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._lock = threading.Condition()
-        self._under_way = 0  # transfers
-        self._events: list[tuple[Event, bool]] = []  # and whether it is the training's thread's
+        self._under_way = 0  # transfers in flight
+        self._events: list[tuple[Event, bool]] = []  # with whether the training thread recorded it
         self._thread = threading.get_ident()
         self._phases: list[str] = []
         self._phase_began = 0.0
@@ -43,22 +47,22 @@ class Recorder:
 
     @staticmethod
     def now() -> float:
-        """Seconds of the clock that events are in; the same for all processes of a machine."""
+        """Return the time in seconds on the clock of the events, which all processes of a machine share."""
         return time.monotonic()
 
     @property
     def current_phase(self) -> str:
-        """Innermost phase; empty outside of all."""
+        """Name of the innermost phase; empty outside of all phases."""
         return self._phases[-1] if self._phases else ""
 
     def add(self, name: str, resource: str, begin_s: float, amount: float = 0.0, phase: str | None = None) -> None:
-        """Something that began at `begin_s` and ends now. Outside of every phase nothing is kept."""
+        """Record an event that began at `begin_s` and ends now. Outside of every phase nothing is recorded."""
         self._keep(name, resource, begin_s, amount, phase, threading.get_ident() == self._thread)
 
     def _keep(
         self, name: str, resource: str, begin_s: float, amount: float = 0.0, phase: str | None = None, own: bool = True
     ) -> None:
-        """`own`: the training's thread did it, and did nothing of it while it waited."""
+        """Record an event that ends now. `own`: the training thread did the work, so `take` subtracts its waits."""
         phase, end_s = self.current_phase if phase is None else phase, self.now()
         if phase:
             event = Event(
@@ -75,7 +79,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step. One within another interrupts it."""
+        """Record a phase of the step. A nested phase interrupts the outer one."""
         self._turn(name)
         try:
             yield
@@ -101,7 +105,7 @@ class Recorder:
             self._keep(name, resource, begin, amount)
 
     def transfer(self, name: str, resource: str, begin_s: float, nbytes: int, phase: str) -> Callable[[object], None]:
-        """A transfer that was submitted at `begin_s`: what has to be called, by any thread, when it has ended."""
+        """Count a transfer submitted at `begin_s`; return the callback that any thread calls once it has ended."""
         with self._lock:
             self._under_way += 1
 
@@ -114,11 +118,11 @@ class Recorder:
         return ended
 
     def wait(self) -> contextlib.AbstractContextManager[None]:
-        """The training's thread waits: for storage, or for another thread."""
+        """Record a wait of the training thread, for storage or for another thread."""
         return self.span("wait", WAIT)
 
     def begin_block(self, name: str) -> None:
-        """The device begins a block of the model, or goes on with it; the one before it has ended."""
+        """Record that the device begins a block of the model or continues it; any other open block ends now."""
         if self._block is None or self._block[0] != name:
             self.end_block()
             self._block = (name, self.now())
@@ -130,7 +134,10 @@ class Recorder:
             self._keep(name, DEVICE, begin)
 
     def take(self) -> list[Event]:
-        """All events so far, from the begin of the first on, and forget them; transfers in flight are waited for."""
+        """Return all events so far, sorted by begin, and forget them.
+
+        Waits for transfers in flight; raises TimeoutError if they take longer than `_LONGEST_TRANSFER_S`.
+        """
         with self._lock:
             if not self._lock.wait_for(lambda: self._under_way == 0, _LONGEST_TRANSFER_S):
                 raise TimeoutError(
@@ -145,12 +152,12 @@ class Recorder:
 
 
 def phase(recorder: Recorder | None, name: str) -> contextlib.AbstractContextManager[None]:
-    """`recorder.phase(name)`, or nothing where nobody records."""
+    """Return `recorder.phase(name)`, or a context that does nothing if `recorder` is None."""
     return contextlib.nullcontext() if recorder is None else recorder.phase(name)
 
 
 def record_transfers(storage: Any, recorder: Recorder) -> None:
-    """From now on every `read` and `write` of `storage`, a tier or one like it, is an event until its completion."""
+    """Record every later `read` and `write` of `storage`, a tier or the like, from submission to completion."""
     for method, resource in (("read", READ), ("write", WRITE)):
         setattr(storage, method, _recorded(getattr(storage, method), resource, recorder))
 
@@ -167,7 +174,7 @@ def _recorded(transfer: Callable[..., Any], resource: str, recorder: Recorder) -
 
 
 def _without(event: Event, waits: list[tuple[float, float]]) -> list[Event]:
-    """What is left of an event, which keeps its amount in the first part."""
+    """Return the parts of an event outside the sorted `waits`; the first part keeps its amount."""
     parts, at = [], event.begin_s
     for begin, end in waits:
         if end > at and begin < event.end_s:
@@ -183,6 +190,6 @@ def _without(event: Event, waits: list[tuple[float, float]]) -> list[Event]:
 
 
 def from_zero(events: list[Event]) -> list[Event]:
-    """The same events with the begin of the first at 0 s."""
+    """Return the events shifted so that the first begins at 0 s."""
     begin = min((event.begin_s for event in events), default=0.0)
     return [dataclasses.replace(event, begin_s=event.begin_s - begin, end_s=event.end_s - begin) for event in events]

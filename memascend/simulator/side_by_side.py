@@ -1,4 +1,4 @@
-"""Two steps, phase by phase: a simulated and a measured one, or two of a kind."""
+"""Comparison of two steps, phase by phase: a simulated and a measured one, or two of the same kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = ("model", "twin", "system", "arm", "dtype", "ranks", "batch", "conte
 
 @dataclass(frozen=True, kw_only=True)
 class StepOf:
-    """What a trace says of a step. `busy_s`: seconds of each resource by phase; `amounts`: what it served."""
+    """Summary of a traced step. By phase and resource: `busy_s`, seconds occupied, and `amounts`, the work served."""
 
     label: str
     lane: str
@@ -26,8 +26,11 @@ class StepOf:
 
 
 def step_of_trace(events: Sequence[Event], facts: dict[str, Any]) -> StepOf:
-    """Of rank 0, which stands for all. A measured phase is the time that the training's thread was in it, since
-    transfers may go on after it; a simulated one lasts from its first event to its last."""
+    """Summarise a trace by rank 0, which stands for all ranks. Raises ValueError if the trace has no events of rank 0.
+
+    A measured phase is the time that the training thread spent in it, since transfers may continue after it; a
+    simulated phase lasts from the begin of its first event to the end of its last.
+    """
     mine = [event for event in events if event.rank == 0]
     if not mine:
         raise ValueError("the trace has no events of rank 0")
@@ -52,7 +55,7 @@ def step_of_trace(events: Sequence[Event], facts: dict[str, Any]) -> StepOf:
 
 
 def rows(a: StepOf, b: StepOf) -> list[dict[str, Any]]:
-    """One a phase, below it one a resource; the last is the step. Seconds of what one of the two lacks are None."""
+    """Return one row per phase, each followed by one per resource, and last the step. Missing seconds are None."""
     out = []
     for phase in [*a.phase_s, *(name for name in b.phase_s if name not in a.phase_s)]:
         out.append(_row(phase, "", a.phase_s.get(phase), b.phase_s.get(phase)))
@@ -69,7 +72,7 @@ def _row(phase: str, resource: str, a: float | None, b: float | None) -> dict[st
 
 
 def as_text(a: StepOf, b: StepOf) -> str:
-    """A table; what differs in the settings is said before it, since then the two steps are not the same work."""
+    """Return a table of both steps, after a line that names differing settings: such steps are not the same work."""
     lines = [f"A: {a.label}, {a.lane}", f"B: {b.label}, {b.lane}"]
     differing = [
         f"{name} {a.settings.get(name)} against {b.settings.get(name)}"

@@ -1,15 +1,15 @@
-"""`simulate`: the seconds that a graph of tasks takes on a machine.
+"""Simulation of a graph of tasks on a machine.
 
-A task begins when the tasks before it have ended, its pools have what it takes, its locks are free and its FIFO
-resource is idle, all at the same instant: nothing is held while it waits. Pools and locks are handed out in the order
-in which tasks became ready; a FIFO resource goes to the first ready task that can begin (a write that frees a buffer
-overtakes a read that waits for one). While it runs, a task loads each of its resources at the same time, and ends when
-all have served it. On a shared resource tasks get max-min fair shares; no task takes more than it would if it were
-alone.
+A task begins when the tasks before it have ended, its pools have the amounts that it takes, its locks are free and its
+FIFO resource is idle, all at the same instant: a waiting task occupies nothing. Pools and locks are granted in the
+order in which tasks became ready; a FIFO resource goes to the first ready task that can begin (a write that frees a
+buffer overtakes a read that waits for one). While it runs, a task loads each of its resources at the same time, and
+ends when all have served it. On a shared resource tasks get max-min fair shares; no task takes more than it would if it
+were alone.
 
-Time is continuous: rates change only where a task begins or ends, so the clock jumps from one such instant to the next.
-SimPy was considered: its FIFO resources and containers fit, but shares that change while a task runs have to be built
-from interrupted processes, which is most of what stands here.
+Time is continuous: rates change only when a piece of work begins or ends, so the clock jumps from one such instant to
+the next. SimPy was considered: its FIFO resources and containers fit, but shares that change while a task runs have to
+be built from interrupted processes, which is most of the code of this module.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from memascend.simulator.machine import ResourceModel, Server
 from memascend.simulator.tasks import Task, check_tasks
 from memascend.simulator.trace import Event, busy_s, phase_spans
 
-_DONE = 1e-9  # the share of a piece of work below which nothing is left of it but rounding
+_DONE = 1e-9  # fraction of a piece of work below which the remainder is rounding error
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """What came of a simulation.
+    """Result of a simulation.
 
-    `served_s` is, for each phase and server, the seconds that its work takes at the full rate; `levels`, for each pool,
-    (second, amount taken) at each change.
+    `served_s` gives, by phase and server, the seconds that the server's work takes at its full rate. `levels` gives,
+    by pool, (second, amount taken) at each change.
     """
 
     machine: str
@@ -40,15 +40,15 @@ class SimulationResult:
     levels: Mapping[str, tuple[tuple[float, float], ...]]
 
     def busy(self, phase: str) -> dict[str, float]:
-        """Seconds that each resource was occupied in `phase`."""
+        """Return the seconds that each resource was occupied in `phase`."""
         return busy_s(self.events).get(phase, {})
 
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Begin and end of each phase, in the order in which they begin; phases may overlap."""
+        """Return begin and end of each phase in seconds, in the order in which they begin; phases may overlap."""
         return phase_spans(self.events)
 
     def bottleneck(self, phase: str | None = None) -> str:
-        """The server with the most work, of one phase or of the whole step. Raises ValueError where there is none."""
+        """Return the server with the most work in one phase or in the whole step. Raises ValueError without work."""
         totals: dict[str, float] = {}
         for name, by_server in self.served_s.items():
             if phase in (None, name):
@@ -59,13 +59,13 @@ class SimulationResult:
         return max(totals, key=lambda server: totals[server])
 
     def peak(self, pool: str) -> float:
-        """The most that was taken from a pool at any instant."""
+        """Return the largest amount that was taken from a pool at any instant."""
         return max((amount for _, amount in self.levels[pool]), default=0.0)
 
 
 @dataclass
 class _Flow:
-    """A task's work on one server. `cap`: units per second it would use if it were alone."""
+    """A task's work on one server. `cap`: units per second that it would use if the task ran alone."""
 
     work: str
     server: Server
@@ -88,7 +88,7 @@ class _Running:
 
 
 def roofline_s(tasks: Sequence[Task], machine: ResourceModel) -> float:
-    """The work of the busiest server at its full rate: no run takes less."""
+    """Return the seconds that the busiest server needs at its full rate, a lower bound on any simulated time."""
     totals: dict[str, float] = {}
     for task in tasks:
         for work, amount in task.needs.items():
@@ -98,10 +98,10 @@ def roofline_s(tasks: Sequence[Task], machine: ResourceModel) -> float:
 
 
 def simulate(tasks: Sequence[Task], machine: ResourceModel) -> SimulationResult:
-    """Play `tasks` on `machine`. The same input gives the same output, to the bit.
+    """Simulate `tasks` on `machine`. The same input gives the same output, bit for bit.
 
-    Raises ValueError, in one line: names that stand twice or are unknown, two FIFO resources in one task, more taken
-    than a pool holds, and tasks that wait for one another for ever (which, and for what).
+    Raises ValueError, in one line, for duplicate or unknown names, two FIFO resources in one task, a task that takes
+    more than a pool's size, and a deadlock (naming a waiting task and what it waits for).
     """
     check_tasks(tasks)
     return _Simulation(tasks, machine).run()
@@ -183,7 +183,7 @@ class _Simulation:
         )
 
     def _advance(self) -> int:
-        """Go to the next instant at which a piece of work is done; returns how many tasks ended there."""
+        """Advance the clock to the next instant at which a piece of work is done; return how many tasks ended then."""
         self._share()
         under_way = [each.under_way() for each in self.running]
         idle = not all(under_way)  # tasks without work
@@ -205,7 +205,7 @@ class _Simulation:
         return len(ended)
 
     def _share(self) -> None:
-        """Speeds of all work in progress: full on FIFO servers, max-min fair with caps on shared ones."""
+        """Set the speeds of all work in progress: full on FIFO servers, max-min fair with caps on shared ones."""
         shared: dict[str, list[_Flow]] = {}
         for each in self.running:
             for flow in each.under_way():
@@ -222,10 +222,13 @@ class _Simulation:
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
     def _begin_what_can(self) -> None:
-        """Begin every waiting task that can. A pool or lock that keeps an earlier one from its idle FIFO resource is
-        not for a later one, so that a large request is not starved by small ones."""
+        """Begin every waiting task that can begin.
+
+        A pool or lock that an earlier task waits for is not given to a later one, so that small requests do not starve
+        a large one.
+        """
         spoken_for: set[str] = set()
-        # The first of each queue whose resource is idle: its place among all ready tasks, resource, place in the queue.
+        # The head of each queue whose resource is idle: (rank among all ready tasks, resource, index in the queue).
         firsts = [
             (queue[0][0], fifo, 0) for fifo, queue in self.waiting.items() if queue and fifo not in self.busy_fifo
         ]
@@ -244,7 +247,7 @@ class _Simulation:
                 heapq.heappush(firsts, (queue[at][0], fifo, at))
 
     def _lacking(self, task: Task, spoken_for: set[str]) -> str | None:
-        """The first pool or lock that `task` has to wait for."""
+        """Return the first pool or lock that `task` has to wait for, or None if it can begin."""
         for name, amount in task.takes.items():
             if name in spoken_for or not self._has(name, amount):
                 return name

@@ -1,4 +1,4 @@
-"""Two steps drawn below one another: a row a resource, an event a bar in the colour of its phase."""
+"""Drawing of traced steps, one below the other: one row per resource, one bar per event in the colour of its phase."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from memascend.simulator.trace import Event
 
 FORMATS = (".svg", ".png", ".pdf")
-# Okabe and Ito's colours: told apart by people with any colour vision.
+# Okabe and Ito's colours, which people with any colour vision can distinguish.
 _COLOURS = {"forward": "#0072B2", "backward": "#D55E00", "overflow check": "#CC79A7", "optimizer": "#009E73"}
 _OTHERS = ("#56B4E9", "#E69F00", "#F0E442", "#44546A")
-_ORDER = ("main", "wait", "gpu", "pcie", "link", "cpu", "dram", "ssd")  # from above; what is not named comes last
-_ROW_INCHES, _SHORTEST = 0.26, 1e-3  # of the step: shorter bars would not be seen
+_ORDER = ("main", "wait", "gpu", "pcie", "link", "cpu", "dram", "ssd")  # from top to bottom; other resources come last
+_ROW_INCHES, _SHORTEST = 0.26, 1e-3  # shortest bar as a fraction of the step; shorter ones would be invisible
 
 
 def draw(steps: Sequence[tuple[list[Event], dict[str, Any]]], path: Path, *, force: bool = False) -> None:
-    """Draw traces (events and facts, as `read_trace` gives them), each over its own seconds.
+    """Draw rank 0 of traces (events and facts, as `read_trace` returns them) to `path`, each on its own time axis.
 
-    ValueError, in one line, for an unknown format, a file that exists, or no matplotlib.
+    Raises ValueError, in one line, for an unknown format, a file that exists (without `force`), or missing matplotlib.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--picture {path}: end the name in {', '.join(FORMATS)}")

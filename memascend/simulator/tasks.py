@@ -1,4 +1,4 @@
-"""A task: work on named resources, buffers that it takes and gives back, locks that it holds."""
+"""Tasks: work on named resources, with the buffers that a task takes and gives back and the locks that it holds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class Task:
 
     Args:
         name: unique in a run.
-        phase: what its time is booked under (forward, backward, optimizer ...).
+        phase: the phase to which its time is attributed (forward, backward, optimizer ...).
         rank: the process that runs it; only for the trace.
         needs: work by resource: bytes or floating-point operations for a resource that has a rate, seconds where the
             rate is 1. At most one of them is a FIFO resource (a stream, a drive, the CPU optimizer), which the task
             occupies from its begin to its end; of shared resources (PCIe, DRAM, a CXL node) it uses a share.
         after: names of tasks that have to end first.
-        takes: amounts of memory pools, taken when the task begins; it waits while a pool has not that much.
-        gives: amounts given back to pools when the task ends. What one task takes another may give back.
-        holds: locks that nobody else has while it runs.
+        takes: amounts of memory pools, taken when the task begins; it waits until every pool has enough.
+        gives: amounts given back to pools when the task ends. One task may give back what another has taken.
+        holds: locks that the task holds exclusively while it runs.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Task:
 
 
 def check_tasks(tasks: Iterable[Task]) -> None:
-    """ValueError, in one line, for a name that stands twice, a task that waits for nobody known, a negative amount."""
+    """Raise ValueError, in one line, for a duplicate name, an unknown predecessor, or an amount not finite and >= 0."""
     names: set[str] = set()
     for task in tasks:
         if task.name in names:

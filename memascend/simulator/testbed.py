@@ -1,19 +1,19 @@
-"""A `ResourceModel` from a testbed's YAML: which resources there are, by which names, at which rates.
+"""Construction of a `ResourceModel` from a testbed's YAML: its resources, their names and their rates.
 
-| name | resource | one a |
+| name | resource | one per |
 |---|---|---|
 | `gpu0` ... | FIFO, floating-point operations | GPU |
 | `pcie0.down`, `pcie0.up` | shared, bytes to and from the GPU | GPU |
-| `link0` | shared, bytes from other GPUs (where there is a link beside PCIe) | GPU |
+| `link0` | shared, bytes from other GPUs (if there is a link in addition to PCIe) | GPU |
 | `cpu` | FIFO, seconds: the CPU optimizer and other host work of the machine | machine |
 | `dram` | shared, bytes | machine |
-| `ssd.read`, `ssd.write` | a path: the drive or array as one; simplex, but with `ssd_duplex` | machine |
+| `ssd.read`, `ssd.write` | a path: the drive or array as one; simplex unless `ssd_duplex` is set | machine |
 | `NAME.read`, `NAME.write` | a path of `paths` | path |
 | `NODE` | shared, bytes | CXL node |
 | `network` | shared, bytes | machine |
 
-Rates are peaks times what calibrations say is reached of them; a rate that nobody states leaves its resource out, and a
-task that needs it is refused with the resource's name.
+Rates are peaks times the calibrated efficiency. A resource without a stated rate is left out, and a task that needs it
+is refused with the resource's name.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def resources_of_testbed(
     locks: Iterable[str] = (),
     calibrations: Iterable[Calibration] = (),
 ) -> ResourceModel:
-    """The machine of a testbed (keys as in `hardware/testbeds.schema.json`), with `gpus` of its GPUs.
+    """Return the machine of a testbed (keys as in `hardware/testbeds.schema.json`), with `gpus` of its GPUs.
 
-    `calibrations` called `efficiency of RESOURCE` multiply that resource's rate (a path: both directions;
-    `efficiency of gpu` and `efficiency of pcie` hold for all GPUs). Raises ValueError for one that names no resource.
+    `calibrations` named `efficiency of RESOURCE` multiply that resource's rate (for a path, in both directions;
+    `efficiency of gpu` and `efficiency of pcie` apply to all GPUs). Raises ValueError for one that names no resource.
     """
     reached = {each.name.removeprefix("efficiency of "): each.value for each in calibrations}
     resources = _resources(testbed, gpus or sum(int(gpu["count"]) for gpu in testbed.get("gpus") or []) or 1)
@@ -53,7 +53,7 @@ def resources_of_testbed(
 
 
 def _kind(kind: str, name: str) -> bool:
-    """`gpu` means gpu0, gpu1 ...; `pcie` means pcie0.down ...; anything else itself."""
+    """Return whether `kind` covers resource `name`: `gpu` covers gpu0, gpu1 ..., `pcie` covers pcie0.down ..."""
     return name == kind or name.partition(".")[0].rstrip("0123456789") == kind
 
 

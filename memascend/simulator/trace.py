@@ -1,7 +1,7 @@
 """Events of a step, simulated or real, in one format: Chrome's trace JSON, which Perfetto opens.
 
-Both lanes write `Event`; a file says its lane and where it was taken. A row of the trace viewer is a resource, a group
-of rows per rank.
+Both lanes write `Event`; a file states its lane and where it was recorded. In the trace viewer each row is a resource
+and each rank a group of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that occupied a resource from `begin_s` to `end_s` (seconds from the step's begin).
+    """Work that occupied a resource from `begin_s` to `end_s` (seconds from the step's begin).
 
-    `amount` is what the resource served: bytes on links and drives, floating-point operations on a GPU, 0 if unknown.
+    `amount` is the work served: bytes on links and drives, floating-point operations on a GPU, 0 if unknown.
     """
 
     name: str
@@ -38,9 +38,10 @@ class Event:
 
 
 def write_trace(path: Path, events: Iterable[Event], *, lane: str, source: str, **facts: Any) -> None:
-    """Write `events` to `path`.
+    """Write `events` to `path`, creating its folder.
 
-    `lane` is modelled or measured, `source` the testbed or host; `facts` (system, arm, model ...) are kept beside them.
+    `lane` is modelled or measured, `source` the testbed or host; `facts` (system, arm, model ...) are stored with them.
+    Raises ValueError for another lane.
     """
     if lane not in LANES:
         raise ValueError(f"unknown lane {lane!r} of a trace: use one of {', '.join(LANES)}")
@@ -71,7 +72,7 @@ def _metadata(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> tuple[list[Event], dict[str, Any]]:
-    """(events in the order of their begin, facts with `lane` and `source`). ValueError where it is no such trace."""
+    """Return a trace's (events by begin, facts with `lane` and `source`). Raises ValueError if `path` is no trace."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -100,7 +101,7 @@ def read_trace(path: Path) -> tuple[list[Event], dict[str, Any]]:
 
 
 def busy_s(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Seconds that each resource was occupied, by phase: overlapping events of one resource and rank count once."""
+    """Return the seconds each resource was occupied, by phase. Overlapping events of a resource and rank count once."""
     spans: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for event in events:
         spans.setdefault((event.phase, event.resource, event.rank), []).append((event.begin_s, event.end_s))
@@ -112,7 +113,7 @@ def busy_s(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def phase_spans(events: Iterable[Event]) -> dict[str, tuple[float, float]]:
-    """First begin and last end of each phase, in the order in which the phases begin."""
+    """Return the first begin and last end of each phase, in the order in which the phases begin."""
     spans: dict[str, tuple[float, float]] = {}
     for event in sorted(events, key=lambda event: event.begin_s):
         begin, end = spans.get(event.phase, (event.begin_s, event.end_s))

@@ -1,4 +1,4 @@
-"""The accelerator seen by DeepSpeed while memascend is enabled: pinning goes to our allocator.
+"""The accelerator that DeepSpeed sees while memascend is enabled: it pins memory by our allocator.
 
 Public hook: ``deepspeed.accelerator.set_accelerator``. The class is made from the live accelerator's class, so that
 everything else (CUDA streams, dtype support, op builders) stays DeepSpeed's.
@@ -17,7 +17,7 @@ from memascend.memory.run_buffers import owned
 
 
 class PinnedAllocator(Protocol):
-    """What the hooks need of an allocator (memascend.memory.pinned)."""
+    """The interface that the hooks need of an allocator (memascend.memory.pinned)."""
 
     name: str
 
@@ -26,7 +26,7 @@ class PinnedAllocator(Protocol):
     ) -> torch.Tensor: ...
 
 
-# DeepSpeed function (qualified name) that asks for a buffer -> ledger owner. Found by name, never by line.
+# Ledger owner by the qualified name of the DeepSpeed function that requests a buffer; found by name, never by line.
 _OWNER_BY_FUNCTION = {
     "AsyncPartitionedParameterSwapper._configure_aio": "parameter_pool",
     "AsyncPartitionedParameterSwapper.reserve_partitioned_swap_space": "swap_out_buffer",
@@ -39,12 +39,15 @@ _OWNER_BY_FUNCTION = {
     "Init._partition_param": "small_parameters",
 }
 
-# Of these, those that are read into and written from at every step, as long as the training goes on.
+# The owners of buffers that every step reads into and writes from throughout the training run.
 SWAP_BUFFERS = frozenset({"parameter_pool", "swap_out_buffer", "optimizer_buffers"})
 
 
 def calling_owner(depth: int = 2, limit: int = 6) -> str:
-    """Ledger owner of the DeepSpeed function that is asking for memory (looks up to ``limit`` frames out)."""
+    """Return the ledger owner of the DeepSpeed function that requests memory, searching up to ``limit`` frames.
+
+    Returns the name of the first frame's function if none of them is known.
+    """
     frame = sys._getframe(depth)
     first = frame.f_code.co_qualname
     for _ in range(limit):
@@ -58,7 +61,7 @@ def calling_owner(depth: int = 2, limit: int = 6) -> str:
 
 
 def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
-    """An accelerator like ``stock`` whose ``pin_memory`` family uses ``allocator``."""
+    """Return an accelerator like ``stock`` whose ``pin_memory`` family uses ``allocator``."""
     stock_class = type(stock)
 
     def pin(tensor: torch.Tensor, shape: Any, owner: str) -> torch.Tensor:
@@ -86,7 +89,7 @@ def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
             return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype)
 
         def unpin_memory(self, tensor):
-            return None  # freed with its last view
+            return None  # the memory is freed with its last view
 
         def is_pinned(self, tensor):
             return is_pinned(tensor) or super().is_pinned(tensor)
@@ -96,7 +99,7 @@ def pinning_accelerator(stock: Any, allocator: PinnedAllocator) -> Any:
 
 
 def watching_accelerator(stock: Any, ledger: Any) -> Any:
-    """An accelerator like ``stock`` that pins as DeepSpeed does and notes each pinned request in ``ledger``.
+    """Return an accelerator like ``stock`` that pins as DeepSpeed does and records each pinned request in ``ledger``.
 
     On the CPU DeepSpeed's default backend pins nothing: the tensor that was passed in is itself the buffer.
     """

@@ -1,9 +1,8 @@
-"""The asynchronous I/O module that DeepSpeed's swappers load (``OpBuilder._loaded_ops["async_io"]``).
+"""Replacements of the asynchronous I/O module that DeepSpeed's swappers load (``OpBuilder._loaded_ops["async_io"]``).
 
-Two of them. :class:`AioModule` is ours: the engines of ``memascend.storage`` and the allocator of
-``memascend.memory``. :class:`MeteredAioModule` is DeepNVMe with counters and ledger entries around it, and with the
-one repair without which a twin trains wrongly: reads whose address or length is not 512-aligned go through an aligned
-buffer.
+:class:`AioModule` is our own, with the engines of ``memascend.storage`` and the allocator of ``memascend.memory``.
+:class:`MeteredAioModule` is DeepNVMe with counters and ledger entries, and with one repair, without which a twin trains
+wrongly: reads whose address or length is not 512-aligned go through an aligned buffer.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from .swap_store import PARAMETER_READ, SwapStore
 if TYPE_CHECKING:
     from memascend.storage.completion import Completion
 
-_DIRECT_IO_ALIGNMENT = 512  # bytes; O_DIRECT's limit for address, length and offset
+_DIRECT_IO_ALIGNMENT = 512  # bytes; alignment that O_DIRECT requires of address, length and offset
 _PADDING_A_THREAD = 1024  # bytes; DeepSpeed's AIO_ALIGNED_BYTES
 
 
 def _path(filename: str | int | None, fd: int | None = None) -> str:
-    """DeepNVMe takes open descriptors too, in the place of the name or as ``fd``."""
+    """Return the path of a file, given as DeepNVMe takes it: by name, or by descriptor as the name or as ``fd``."""
     if (filename is None) == (fd is None):
         raise TypeError("one of filename and fd must be given")
     descriptor = filename if fd is None else fd
@@ -42,23 +41,23 @@ def _path(filename: str | int | None, fd: int | None = None) -> str:
 
 
 def _named(path: str) -> str:
-    """A swap file's name, for people: without its folder and ending."""
+    """Return a readable name of a swap file: its file name without the suffix."""
     return PurePath(path).name.removesuffix(".tensor.swp")
 
 
 @dataclass
 class IoCounters:
-    """Bytes that the swappers moved since the last reset; one instance per process."""
+    """Transfers of the swappers since the last reset, and their bytes; one instance per process."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     reads: int = 0
     writes: int = 0
     realigned_reads: int = 0
-    recorder: ClassVar[Recorder | None] = None  # of an instance: who writes transfers down, while a step is traced
+    recorder: ClassVar[Recorder | None] = None  # set on the instance while a step is traced
 
     def begun(self, transfer: Completion, *, read: bool, path: str, nbytes: int) -> None:
-        """Have the end of `transfer` written down, where somebody does."""
+        """Record `transfer` from now until its end, if a recorder is set."""
         recorder = self.recorder
         if recorder is not None:
             begin, phase = recorder.now(), recorder.current_phase
@@ -66,7 +65,7 @@ class IoCounters:
             transfer.add_done_callback(recorder.transfer(name, resource, begin, nbytes, phase))
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """What a thread that waits for transfers does so within."""
+        """Return the context in which a thread waits for transfers; it records the wait if a recorder is set."""
         return contextlib.nullcontext() if self.recorder is None else self.recorder.wait()
 
     def count(self, *, read: bool, nbytes: int) -> None:
@@ -82,9 +81,9 @@ class IoCounters:
 
 
 class AioModule:
-    """Stands where the compiled ``async_io`` module stands; ``aio_handle`` makes handles on our engines.
+    """Replacement of the compiled ``async_io`` module; its ``aio_handle`` makes handles on our engines.
 
-    With a ``store`` the swappers' tensors go there, all else to files; without one everything does.
+    With a ``store`` the swappers' tensors go there and all other data to files; without one everything goes to files.
     """
 
     def __init__(
@@ -100,13 +99,13 @@ class AioModule:
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> AioHandle:
-        """Arguments as DeepNVMe's; they are reported back, and the engines run by the settings of this module."""
+        """Return a handle. It reports DeepNVMe's arguments back, but the engines use the settings of this module."""
         asked = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         return AioHandle(self._allocator, self._counters, self._io, self.store, asked)
 
 
 class PinModule:
-    """Stands where DeepSpeed's compiled ``pin_memory`` module stands (from 0.19.4 on)."""
+    """Replacement of DeepSpeed's compiled ``pin_memory`` module (0.19.4 and later)."""
 
     def __init__(self, allocator: PinnedAllocator) -> None:
         self._allocator = allocator
@@ -116,16 +115,16 @@ class PinModule:
 
 
 class PinHandle:
-    """DeepSpeed's handle on page-locked memory. Any handle knows the buffers of every other one, and their views.
+    """DeepSpeed's handle for page-locked memory. Each handle recognises the buffers of all handles, and their views.
 
-    Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view, whatever is called.
+    Ownership: tensors from ``new_cpu_locked_tensor`` live until their last view is gone, whatever is called.
     """
 
     def __init__(self, allocator: PinnedAllocator) -> None:
         self._allocator = allocator
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        if num_elem == 0:  # the swapper's own pool, which a pool of ours replaces
+        if num_elem == 0:  # the swapper's own pool, which our pool replaces
             return torch.empty(0, dtype=example_tensor.dtype)
         owner = calling_owner()
         tensor = owned(self._allocator, num_elem, example_tensor.dtype, owner)
@@ -134,7 +133,7 @@ class PinHandle:
         return tensor
 
     def register(self, tensor: torch.Tensor) -> None:
-        """A handle that transfers nothing has no use for it."""
+        """Do nothing: a handle without transfers needs no registration."""
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         return is_pinned(tensor)
@@ -144,12 +143,12 @@ class PinHandle:
 
 
 class AioHandle(PinHandle):
-    """DeepNVMe's handle surface over our engines: any address and length, every completion audited.
+    """DeepNVMe's handle interface over our engines: any address and length, every completion checked.
 
     The swappers' own buffers are registered with the store, which keeps them alive until ``free_cpu_locked_tensor``,
-    ``end_training`` or ``close``. All others live until their last view.
+    ``end_training`` or ``close``. All others live until their last view is gone.
 
-    Errors: :class:`memascend.storage.errors.StorageError` from ``wait`` (a failed write is never called done).
+    ``wait`` raises :class:`memascend.storage.errors.StorageError`; a failed write is never reported as done.
     """
 
     def __init__(
@@ -163,16 +162,16 @@ class AioHandle(PinHandle):
         super().__init__(allocator)
         self._counters, self._io, self._store = counters, io, store
         self._asked = asked
-        self.read_priority = PARAMETER_READ  # of what the store holds; the optimizer's handles get a lower one
+        self.read_priority = PARAMETER_READ  # for reads from the store; the optimizer's handles get a lower one
         self._files: FileEngine | None = None
-        self._in_store: list[Completion] = []  # of this handle, that nobody has waited for
+        self._in_store: list[Completion] = []  # this handle's store transfers since the last wait
         self._user = None if store is None else store.attach()
         self._finalizer = None if store is None else weakref.finalize(self, store.lose, self._user)
         if self._finalizer is not None:
             self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Its training is over: what it wrote to the store is erased, and its threads end. Idempotent."""
+        """End the handle with its training: erase what it wrote to the store and stop its threads. Idempotent."""
         if self._files is not None:
             self._files.close()
             self._files = None
@@ -180,13 +179,13 @@ class AioHandle(PinHandle):
             self._store.detach(self._user)
 
     def end_training(self) -> None:
-        """Its training is over; what it wrote can be read until ``memascend.disable()``."""
+        """Mark the training as over; what the handle wrote can be read until ``memascend.disable()``."""
         if self._store is not None:
             self._store.end_training(self._user)
 
     @property
     def memory_alignment_bytes(self) -> int:
-        """Buffers that start at its multiples are transferred without a copy."""
+        """Alignment of buffers, in bytes, at which they are transferred without a copy."""
         return _DIRECT_IO_ALIGNMENT if self._store is None else self._store.memory_alignment_bytes
 
     def register(self, tensor: torch.Tensor) -> None:
@@ -243,15 +242,15 @@ class AioHandle(PinHandle):
         return 0
 
     def stage(self, path: str, target: Path) -> str | None:
-        """Make ``target`` a file of what the store holds under ``path`` without moving it (:meth:`SwapStore.stage`)."""
+        """Make ``target`` a file of the store's tensor ``path`` without moving its bytes (:meth:`SwapStore.stage`)."""
         return None if self._store is None else self._store.stage(path, target)
 
     def share(self, path: str, nbytes: int, handle: int, at: int) -> bool:
-        """Have an open file share what the store holds under ``path`` (:meth:`SwapStore.share`)."""
+        """Have an open file share the bytes of the store's tensor ``path`` (:meth:`SwapStore.share`)."""
         return self._store is not None and self._store.share(path, nbytes, handle, at)
 
     def begin_read(self, buffer: torch.Tensor, path: str) -> Completion:
-        """Fill ``buffer`` from what the store holds under ``path``; :meth:`wait` knows nothing of it."""
+        """Start to fill ``buffer`` from the store's tensor ``path``; :meth:`wait` does not wait for it."""
         self._counters.count(read=True, nbytes=buffer.nbytes)
         padding = self._asked[4] * _PADDING_A_THREAD
         transfer = self._store.read(path, buffer, 0, padding, priority=self.read_priority)
@@ -259,9 +258,10 @@ class AioHandle(PinHandle):
         return transfer
 
     def begin_write(self, buffer: torch.Tensor, path: str) -> Completion:
-        """Write ``buffer`` under ``path``, which the store holds; :meth:`wait` knows nothing of it.
+        """Start to write ``buffer`` to the store's tensor ``path``; :meth:`wait` does not wait for it.
 
-        As urgent as the reads: these wait for the memory that it leaves, and a drive can do both at once.
+        The write has the priority of the reads, because they wait for the memory that it frees, and because a drive can
+        read and write at the same time.
         """
         self._counters.count(read=False, nbytes=buffer.nbytes)
         transfer = self._store.write(path, buffer, priority=self.read_priority, user=self._user)
@@ -269,7 +269,7 @@ class AioHandle(PinHandle):
         return transfer
 
     def wait(self) -> int:
-        """All requests of this handle have ended; returns how many did since the last call."""
+        """Wait for all requests of this handle and return how many have ended since the last call."""
         requests, self._in_store = self._in_store, []
         in_files = 0
         with self._counters.waiting():
@@ -316,7 +316,7 @@ class AioHandle(PinHandle):
 
 
 class MeteredAioModule:
-    """DeepNVMe's own module, with counters, ledger entries and the realignment repair around each handle."""
+    """DeepNVMe's own module whose handles have counters, ledger entries and the realignment repair."""
 
     def __init__(self, stock: Any, ledger: Ledger, counters: IoCounters) -> None:
         self._stock, self._ledger, self._counters = stock, ledger, counters
@@ -329,7 +329,7 @@ class MeteredAioModule:
 
 
 class MeteredAioHandle:
-    """See :class:`MeteredAioModule`. Behaves as the stock handle in all but the reads it realigns."""
+    """A handle of :class:`MeteredAioModule`. Behaves like the stock handle except for the reads that it realigns."""
 
     def __init__(self, stock: Any, ledger: Ledger, counters: IoCounters) -> None:
         self._stock, self._ledger, self._counters = stock, ledger, counters
@@ -341,7 +341,7 @@ class MeteredAioHandle:
         return getattr(self._stock, name)
 
     def _begun(self, resource: str, buffer: torch.Tensor, file: object) -> None:
-        """DeepNVMe tells of nothing but the end of all that is in flight in a handle: so each of them ends then."""
+        """Note a transfer to record when :meth:`wait` returns, as DeepNVMe only reports the end of all transfers."""
         recorder = self._counters.recorder
         if recorder is not None:
             self._traced.append((_named(str(file)), resource, recorder.now(), buffer.nbytes, recorder.current_phase))
@@ -353,7 +353,7 @@ class MeteredAioHandle:
             return self._stock.async_pread(buffer, filename, file_offset)
         self._counters.realigned_reads += 1
         step = self._stock.get_alignment() // buffer.element_size()
-        numel = -(-buffer.numel() // step) * step  # DeepSpeed pads what it writes, so the file is long enough
+        numel = -(-buffer.numel() // step) * step  # DeepSpeed pads its writes, so the file is long enough
         aligned = self._stock.new_cpu_locked_tensor(numel, buffer)
         self._realigned.append((aligned, buffer))
         return self._stock.async_pread(aligned, filename, file_offset)

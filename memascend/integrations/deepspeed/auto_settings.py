@@ -1,8 +1,8 @@
-"""Settings that the user left out, derived from the model and the machine; what the user set is kept.
+"""Settings that the user left out, derived from the model and the machine; the user's own settings are kept.
 
-DeepSpeed's own defaults are sizes for one model and one machine: a sub-group of 1e9 parameters alone asks for 16 GB of
-optimizer buffers. Only ``sub_group_size`` touches results, by rounding: DeepSpeed adds up the gradient norm, which
-clips, by sub-groups, and its AdamW takes the elements at a sub-group's end, which fill no vector, one by one.
+DeepSpeed's defaults fit one model and one machine: a sub-group of 1e9 parameters alone needs 16 GB of optimizer
+buffers. Only ``sub_group_size`` affects results, through rounding: DeepSpeed sums the gradient norm, by which it clips,
+by sub-groups, and its AdamW processes the elements at the end of a sub-group that do not fill a vector one by one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from memascend.planner.derived_sizes import (
 
 
 class DerivedSettings:
-    """What one ``enable`` derives. ``chosen`` says what, by DeepSpeed's names, once the engine is being built.
+    """The settings derived for one ``enable``; ``chosen`` has them by DeepSpeed's names once the engine is built.
 
-    ``tiers``: the paths, where there are several. ``swaps_gradients``: as the part ``gradients`` says.
+    ``tiers``: the paths, if there are several. ``swaps_gradients``: whether updates need a swap buffer for gradients.
     """
 
     def __init__(self, ds_config: dict[str, Any], *, tiers: Sequence[str] = (), swaps_gradients: bool = True) -> None:
@@ -45,12 +45,12 @@ class DerivedSettings:
         first = next((path for path in tiers if os.path.isdir(path)), None)
         self.io = io_settings(ds_config, first or self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
         self.chosen: dict[str, int] = {}
-        self.host_left: Callable[[], int] | None = None  # bytes of the host budget, where there is one
-        self.reserve: Callable[[str, int], None] | None = None  # is told a folder and how many bytes are to come
+        self.host_left: Callable[[], int] | None = None  # returns the bytes left of the host budget, if there is one
+        self.reserve: Callable[[str, int], None] | None = None  # called with a folder and the bytes to reserve in it
 
     @property
     def pool_is_sized_by_user(self) -> bool:
-        """For the monolithic pools: the adaptive one takes its size from the model alone."""
+        """Whether the user sized the monolithic pools; the adaptive pool is sized by the model alone."""
         return given(self._param, "buffer_size")
 
     @property
@@ -59,14 +59,14 @@ class DerivedSettings:
 
     @property
     def folders(self) -> list[str]:
-        """Where parameters and optimizer are on NVMe, each folder once."""
+        """The folders of parameters and optimizer states on NVMe, without duplicates."""
         if self._tiers:
             return list(self._tiers)
         found = [s.get("nvme_path") for s in (self._param, self._optimizer) if s.get("device") == "nvme"]
         return list(dict.fromkeys(map(str, found)))
 
     def warnings(self) -> list[str]:
-        """About what the user set and what will hurt, one line each."""
+        """Return warnings about harmful settings of the user, one line each."""
         found = []
         if self._param.get("device") == "nvme" and given(self._param, "max_in_cpu") and self._param["max_in_cpu"]:
             found.append(
@@ -84,9 +84,9 @@ class DerivedSettings:
         return found
 
     def fill_stage3(self, optimizer: Any, arguments: dict[str, Any]) -> None:
-        """Put what the user left out into the keyword ``arguments`` of the ZeRO-3 optimizer (in place).
+        """Fill settings that the user left out into the keyword ``arguments`` of the ZeRO-3 optimizer, in place.
 
-        ``optimizer``: the torch optimizer.
+        ``optimizer`` is the torch optimizer. Also reserves space for the states on NVMe.
         """
         groups = [_partition_sizes(group["params"]) for group in optimizer.param_groups]
         on_nvme = self._optimizer.get("device") == "nvme"
@@ -103,8 +103,12 @@ class DerivedSettings:
             self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size"), optimizer))
 
     def _buffers_of(self, groups: list[list[int]], size: int | None, optimizer: Any) -> int:
-        """As many as a host budget allows, where sub-groups stay in host memory; a line where that is too few."""
-        if not self._tiers and type(optimizer) is not DeepSpeedCPUAdam:  # which alone reads gradients where they lie
+        """Return the number of optimizer buffers.
+
+        With several paths a host budget may limit the sub-groups in host memory; one line announces if they are too few
+        to keep all paths busy.
+        """
+        if not self._tiers and type(optimizer) is not DeepSpeedCPUAdam:  # only that one reads gradients in place
             return optimizer_buffers(self._optimizer)
         if not self._tiers or self.host_left is None or not size:
             return self._optimizer_buffers
@@ -143,7 +147,8 @@ class DerivedSettings:
 
 
 def _partition_sizes(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
-    """Also of parameters that are not partitioned yet: those of a model built outside of ``zero.Init``."""
+    """Return the partition sizes (elements) of trained parameters, also of those not yet partitioned, as in a model
+    built outside of ``zero.Init``."""
     trained = [p for p in parameters if p.requires_grad]
     return [p.partition_numel() if hasattr(p, "partition_numel") else -(-p.numel() // _ranks()) for p in trained]
 

@@ -1,10 +1,9 @@
-"""Training on DeepSpeed: start-up, one engine, weights tensor by tensor, states group by group.
+"""The DeepSpeed backend of `memascend train` (memascend.training.backends.protocol), loaded by its name.
 
-A backend of `memascend train` (memascend.training.backends.protocol), loaded by its name.
-
-States go through the optimizer's own swap-in and swap-out, one sub-group at a time, so that whatever stands in the
-swappers' places is saved and restored alike and host memory holds one sub-group. What an uninterrupted run would have
-in memory is restored to the bit, and so is what DeepSpeed keeps outside its tensors (`replay_bias_corrections`).
+Weights are saved and restored tensor by tensor, states sub-group by sub-group. States go through the optimizer's own
+swap-in and swap-out, so that all replacements of the swappers are saved and restored alike, with one sub-group in host
+memory at a time. The states of an uninterrupted run are restored bit for bit, including those that DeepSpeed keeps
+outside its tensors (`replay_bias_corrections`).
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _choose_accelerator() -> None:
-    """Before DeepSpeed is imported."""
+    """Choose DeepSpeed's accelerator; must be called before DeepSpeed is imported."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed's Muon would load the compiler, for seconds
 
 
 class DeepSpeedBackend:
-    """A DeepSpeed engine with the parts of a system of `baselines/` in it."""
+    """A DeepSpeed engine configured with the parts of a system of `baselines/`."""
 
     def __init__(self, config: Any, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
@@ -57,8 +56,11 @@ class DeepSpeedBackend:
 
     @staticmethod
     def start(threads: int) -> None:
-        """torch._dynamo and transformers come first: under zero.Init, which replaces torch.Tensor.new_tensor, they
-        fail."""
+        """Import DeepSpeed, set the number of threads and initialise the process group.
+
+        torch._dynamo and transformers are imported first, because importing them fails under zero.Init, which replaces
+        torch.Tensor.new_tensor.
+        """
         _choose_accelerator()
         ops.readable_architectures()
         importlib.import_module("torch._dynamo")
@@ -87,7 +89,7 @@ class DeepSpeedBackend:
             ledger=self.ledger,
         )
         self.model = partitioned_model(source, ds_config, _DTYPES[self._config.dtype])
-        rounding = self._enabled.parts.pinned == "power_of_two"  # offloaded checkpoints as the system's other buffers
+        rounding = self._enabled.parts.pinned == "power_of_two"  # offloaded checkpoints use the system's own allocator
         allocator = (PowerOfTwoPinnedAllocator if rounding else PageAlignedPinnedAllocator)(self.ledger)
         folder = self._settings.get("activations_folder")
         self._options = apply_options(self.model, self._config, allocator, folder)
@@ -95,7 +97,7 @@ class DeepSpeedBackend:
             model=self.model, model_parameters=self.model.parameters(), config=ds_config
         )
         self.device = torch.device(get_accelerator().current_device_name())
-        if self._config.dtype == "bf16":  # of fp16 the drop-in takes care
+        if self._config.dtype == "bf16":  # memascend.enable already handles fp16
             self._undo_products = choose_products(torch.bfloat16, self._config.matmul, self.device)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -183,8 +185,7 @@ class DeepSpeedBackend:
     # -- optimizer states ----------------------------------------------------------------------------------------------
 
     def _adam_step(self) -> int:
-        """Updates applied so far, the same in every sub-group; ValueError otherwise: that optimizer is not ours to
-        save."""
+        """Return the number of updates applied so far. Raises ValueError if sub-groups differ in it."""
         optimizer = self._engine.optimizer
         states = (optimizer.optimizer.state.get(p, {}) for p in optimizer.fp32_partitioned_groups_flat)
         steps = {int(state.get("step", 0)) for state in states}
@@ -225,7 +226,8 @@ class DeepSpeedBackend:
         optimizer.checkpoint_event_epilogue()
 
     def _shared(self, index: int, names: Sequence[str], share: Share) -> int:
-        """How many of a sub-group's states a checkpoint shares with where they lie, from the first on."""
+        """Share a sub-group's states with a checkpoint, in order; return how many could be shared before the first that
+        could not."""
         from .swapped_states import ExactCheckpoints
 
         optimizer = self._engine.optimizer

@@ -1,4 +1,4 @@
-"""What a run shows of memascend: one line once its sizes are known, and a warning where it has nothing to do."""
+"""Messages that a run shows: one line once the sizes are known, and a warning if nothing is offloaded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from .auto_settings import DerivedSettings
 from .config import Parts
 
-_PRINCIPAL = ("pool", "pinned", "overflow", "aio")  # the others are named where they are not the default
+_PRINCIPAL = ("pool", "pinned", "overflow", "aio")  # other parts are named only if they are not the default
 
 
 def enabled_line(parts: Parts, derived: DerivedSettings, pool_bytes: int | None) -> str:
-    """The parts, what was derived from model and machine, and where the swap files are.
+    """Return a line with the parts, the settings derived from model and machine, and the folders of swap files.
 
-    ``pool_bytes``: of the parameter pool; None where parameters are not on NVMe, or the pool is not made yet.
+    ``pool_bytes``: size of the parameter pool; None if parameters are not on NVMe or the pool does not exist yet.
     """
     defaults = asdict(Parts())
     chosen = {n: v for n, v in asdict(parts).items() if n in _PRINCIPAL or v != defaults[n]}
@@ -31,7 +31,7 @@ def enabled_line(parts: Parts, derived: DerivedSettings, pool_bytes: int | None)
 
 
 def nothing_offloaded(ds_config: dict[str, Any]) -> str | None:
-    """The warning for a configuration that keeps parameters and optimizer on the device, or None."""
+    """Return the warning for a configuration that keeps parameters and optimizer on the device, or None."""
     zero = ds_config.get("zero_optimization") or {}
     names = ("offload_param", "offload_optimizer")
     if any((zero.get(name) or {}).get("device") in ("cpu", "nvme") for name in names):

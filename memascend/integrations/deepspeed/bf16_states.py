@@ -1,8 +1,8 @@
 """bf16 master weights, gradients and Adam states on NVMe (MemAscend, half-precision optimizer): half the bytes.
 
 DeepSpeed's own setting for this, ``bf16_optimizer_states``, crashes with an NVMe optimizer: when a swapped tensor is
-released, ``SwapTensorContext`` gives it the data of ``torch.Tensor()``, which is fp32, and the next swap-in asks for
-fp32 buffers from a bf16 pool. The context here keeps the dtype.
+released, ``SwapTensorContext`` sets its data to ``torch.Tensor()``, which is fp32, and the next swap-in requests fp32
+buffers from a bf16 pool. The context here keeps the dtype.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _BF16_KEYS = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 
 
 def with_bf16_states(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``ds_config`` with what bf16 states need; the one given is left as it is.
+    """Return a copy of ``ds_config`` with the settings that bf16 states need; ``ds_config`` itself is not changed.
 
-    Raises ValueError, in one line, for settings that contradict it.
+    Raises ValueError, in one line, for settings that contradict bf16 states.
     """
     section = "bfloat16" if "bfloat16" in ds_config else "bf16"
     stock = {key: value for key, value in (ds_config.get(section) or {}).items() if value != "auto"}
@@ -58,10 +58,10 @@ def _offloads_optimizer(ds_config: dict[str, Any]) -> bool:
 
 
 def write_bf16_states() -> Callable[[], None]:
-    """Every configuration that DeepSpeed reads from now on says bf16 states; returns the call that undoes it.
+    """Add bf16 states to every configuration that DeepSpeed reads from now on; return a function that undoes it.
 
-    DeepSpeed, the Trainer and Accelerate read files again and copy dicts, so a change to one of them would be lost.
-    Configurations without an offloaded optimizer (a frozen second model, say) have no such states and stay.
+    DeepSpeed, the Trainer and Accelerate read files again and copy dicts, so a change to one of these would be lost.
+    Configurations without an offloaded optimizer (a frozen second model, say) have no such states and are not changed.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -83,7 +83,10 @@ def write_bf16_states() -> Callable[[], None]:
 
 
 def refuse_contradictions(ds_config: dict[str, Any]) -> None:
-    """With fp32 states: DeepSpeed's own bf16 keys ask for what only ``optimizer_states='bf16'`` makes work on NVMe."""
+    """Raise ValueError if DeepSpeed's own bf16 keys are set for an optimizer on NVMe.
+
+    Called with fp32 states: on NVMe these keys only work with ``optimizer_states='bf16'``.
+    """
     section = ds_config.get("bf16") or ds_config.get("bfloat16") or {}
     optimizer = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
     asked = [key for key in _BF16_KEYS if section.get(key)]
@@ -95,9 +98,9 @@ def refuse_contradictions(ds_config: dict[str, Any]) -> None:
 
 
 def keep_dtype_of_swapped_tensors() -> Callable[[], None]:
-    """Put a dtype-keeping ``SwapTensorContext`` into DeepSpeed's optimizer swappers; returns the call that undoes it.
+    """Put a dtype-keeping ``SwapTensorContext`` into DeepSpeed's optimizer swappers; return a function that undoes it.
 
-    Hook: module global ``swap_tensor.optimizer_utils.SwapTensorContext``. RuntimeError where it has changed.
+    Hook: module global ``swap_tensor.optimizer_utils.SwapTensorContext``. Raises RuntimeError if it has changed.
     """
     from deepspeed.runtime.swap_tensor import optimizer_utils
 

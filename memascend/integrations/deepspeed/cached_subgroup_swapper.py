@@ -1,10 +1,10 @@
-"""The optimizer swapper of several paths: sub-groups wait in host memory, and each is read and written by itself.
+"""The optimizer swapper for several paths: sub-groups are cached in host memory, each with its own transfers.
 
-DeepSpeed's swappers wait for all transfers of an I/O handle at once, read at most one sub-group ahead and write each
-one out. With several paths that leaves all but one idle. Here host memory holds as many sub-groups as `buffer_count`
+DeepSpeed's swappers wait for all transfers of an I/O handle together, read at most one sub-group ahead and write each
+one out. With several paths that leaves all but one idle. Here host memory caches as many sub-groups as `buffer_count`
 allows, each with its own transfers: as soon as one is written out, the next in the order of the update is read into its
-place (MLP-Offload, Algorithm 1). Where the order turns with each step, the last ones of an update stay, neither written
-nor read again (3.2, cache-friendly order).
+slot (MLP-Offload, Algorithm 1). If the order is reversed with each step, the last sub-groups of an update stay in
+memory and are neither written nor read again (3.2, cache-friendly order).
 """
 
 from __future__ import annotations
@@ -23,40 +23,42 @@ from memascend.storage.completion import Completion, all_of
 
 
 class SubGroupSlot:
-    """A place for one sub-group in host memory: buffers for master weights and two moments, and for its gradient if
-    that is swapped."""
+    """Buffers for one sub-group in host memory: master weights, two moments, and the gradient if that is swapped."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.buffers, self.gradient = buffers[:STATES], buffers[STATES] if len(buffers) > STATES else None
         self.info: Any = None
-        self.dirty = False  # its states have changed since they were written
+        self.dirty = False  # the states have changed since they were last written
         self.gradient_read = False
         self.reading: Completion | None = None
         self.writing: Completion | None = None
 
 
 class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
-    """See the module. Called by one thread; transfers end in the dispatcher's."""
+    """Optimizer swapper that caches sub-groups, as the module describes.
+
+    Its methods are called by one thread; callbacks of transfers run on the dispatcher's thread.
+    """
 
     swaps_gradients = False
-    keeps = True  # the last of an update
+    keeps = True  # keep the last sub-groups of an update in memory
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lock = threading.RLock()  # of what follows
+        self._lock = threading.RLock()  # guards the attributes below
         self._slots: list[SubGroupSlot] = []
         self._free: list[SubGroupSlot] = []
-        self._cached: dict[str, SubGroupSlot] = {}  # by parameter, also while it is read
+        self._cached: dict[str, SubGroupSlot] = {}  # by parameter id, including slots that are still being read
         self._writing: deque[SubGroupSlot] = deque()
         self._order: list[Any] = []
         self._position = 0
-        self._gradient_buffer: torch.Tensor | None = None  # the buffer of the gradient that is in use, beside the slots
+        self._gradient_buffer: torch.Tensor | None = None  # for the current gradient, if slots have no buffer for it
         self._failure: BaseException | None = None
 
     # -- the order of an update ----------------------------------------------------------------------------------------
 
     def begin_update(self, parameters: Sequence[Any]) -> None:
-        """The swapped sub-groups in the order in which they will be stepped; their reads begin."""
+        """Set the order in which the swapped sub-groups will be updated and begin to read them."""
         self.flush_gradients()
         with self._lock:
             self._open_slots()
@@ -72,7 +74,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         self._raise_failure()
 
     def settle(self) -> None:
-        """Write out what only host memory has, forget the rest and give the memory of all slots back. Idempotent."""
+        """Write out modified sub-groups, drop the others and free the memory of all slots. Idempotent."""
         with self._lock:
             self._order = []
             for slot in list(self._cached.values()):
@@ -91,7 +93,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._slots, self._free = [], []
 
     def wait_written(self) -> None:
-        """Until what an update left on its way out has been written; the next forward pass hides that otherwise."""
+        """Wait for the writes that an update left in flight, which the next forward pass would otherwise hide."""
         with self._lock:
             writing = list(self._writing)
         for slot in writing:
@@ -129,7 +131,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         self._advance()
 
     def moment_buffers(self, info: Any) -> list[torch.Tensor]:
-        """For the moments of a sub-group that is swapped in and has none yet."""
+        """Return the buffers for the moments of a sub-group that is swapped in and has none yet."""
         numel = self._io_aligned_numel(info.numel())
         return [buffer.narrow(0, 0, numel) for buffer in self._cached[info.param_id].buffers[1:]]
 
@@ -152,7 +154,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._raise_failure()
 
     def release_swap_buffers(self, parameter: Any) -> None:
-        """After a look at the states, which have not changed: what only host memory has stays there."""
+        """Release a sub-group whose states were only read; a modified one stays in host memory."""
         info = self._get_param_swap_info(parameter)
         self._take_back_gradient(parameter)
         slot = None if info is None else self._cached.get(info.param_id)
@@ -179,7 +181,10 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _open_slots(self) -> None:
-        """With the lock held: all of the buffers, but one by which swapped gradients go out in backward."""
+        """Allocate the slots. The caller holds the lock.
+
+        They take all buffers, except for one through which swapped gradients are written out in backward.
+        """
         if self._slots:
             return
         each = STATES + self.swaps_gradients
@@ -196,7 +201,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         self._free = list(self._slots)
 
     def _slot_of(self, info: Any, parameter: Any) -> SubGroupSlot:
-        """Where the sub-group is, or is being read to."""
+        """Return the sub-group's slot, waiting for a free one and beginning to read it if it is not cached."""
         while True:
             with self._lock:
                 slot = self._cached.get(info.param_id)
@@ -212,7 +217,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._raise_failure()
 
     def _evict(self) -> None:
-        """With the lock held: the sub-group that is needed last gives its slot."""
+        """Evict the cached sub-group that is needed last. The caller holds the lock."""
         last = max(self._cached.values(), key=lambda slot: self._index_of_id(slot.info.param_id))
         if last.reading is not None:
             last.reading.wait()
@@ -226,14 +231,14 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         return self._index_of_id(self.parameter_id(parameter))
 
     def _index_of_id(self, identity: Any) -> int:
-        """Its place in the order; what is not in it comes last."""
+        """Return the position in the order of the update; sub-groups that are not in it come last."""
         for index, each in enumerate(self._order):
             if self.parameter_id(each) == identity:
                 return index
         return len(self._order)
 
     def _advance(self) -> None:
-        """Read ahead as far as slots are free, in the order of the update."""
+        """Read ahead in the order of the update while slots are free."""
         with self._lock:
             for parameter in self._order[self._position :]:
                 identity = self.parameter_id(parameter)
@@ -245,7 +250,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
                 self._read(self.swap_params_info[identity])
 
     def _read(self, info: Any) -> SubGroupSlot:
-        """With the lock held, into a free slot."""
+        """Begin to read a sub-group into a free slot. The caller holds the lock."""
         slot = self._free.pop()
         slot.info, slot.dirty = info, False
         self._cached[info.param_id] = slot
@@ -263,7 +268,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         return slot
 
     def _read_gradient(self, slot: SubGroupSlot) -> None:
-        """With the lock held, once an update, where gradients are swapped: it is read ahead with the states."""
+        """Read a swapped gradient ahead with the states, once per update. The caller holds the lock."""
         if not self.swaps_gradients or not self._order or slot.gradient_read:
             return
         slot.gradient_read = True
@@ -274,7 +279,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         slot.reading = all_of(reads if slot.reading is None else [slot.reading, *reads])
 
     def _write(self, slot: SubGroupSlot) -> None:
-        """With the lock held. Its memory is free, and that of the next one, when the writes have ended."""
+        """Begin to write a sub-group out; its slot is free once the writes have ended. The caller holds the lock."""
         info = slot.info
         paths = info.get_swap_paths()
         numel = self._io_aligned_numel(info.numel())
@@ -299,13 +304,13 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             slot.writing = None
         try:
             self._advance()
-        except BaseException as error:  # in the dispatcher: raised where the training goes on
+        except BaseException as error:  # on the dispatcher's thread: raised later on the training thread
             self._failure = self._failure or error
 
     def _wait_written(self, slot: SubGroupSlot) -> None:
         writing = slot.writing
         if writing is not None:
-            with contextlib.suppress(Exception):  # kept as the failure
+            with contextlib.suppress(Exception):  # `_written` keeps it as the failure
                 writing.wait()
             self._written(slot, writing)
 
@@ -349,7 +354,10 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self.aio_handle.free_cpu_locked_tensor(buffer)
 
     def _adopt_moments(self, slot: SubGroupSlot) -> None:
-        """States that the optimizer made in memory of its own are copied to where they will be written from."""
+        """Copy states that the optimizer created in its own memory into the slot, from which they are written.
+
+        Raises RuntimeError if the optimizer has more states than AdamW.
+        """
         tensors = slot.info.tensors
         if len(tensors) > len(slot.buffers):
             raise RuntimeError(

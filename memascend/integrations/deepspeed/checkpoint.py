@@ -1,8 +1,8 @@
-"""``engine.save_checkpoint`` and ``load_checkpoint`` that are exact and atomic, with stock names, files and arguments.
+"""Exact and atomic ``engine.save_checkpoint`` and ``load_checkpoint``, with stock names, files and arguments.
 
-Hooks: the two methods of ``DeepSpeedEngine``. A checkpoint is written beside its place, made durable and renamed into
-it, and ``latest`` is replaced last, so that a crash at any instant leaves the previous checkpoint whole. What stock
-forgets of an optimizer on NVMe is in :mod:`.swapped_states`.
+Hooks: the two methods of ``DeepSpeedEngine``. A checkpoint is written to a staging folder in the same directory, made
+durable and renamed, and ``latest`` is replaced last, so that a crash at any instant leaves the previous checkpoint
+intact. :mod:`.swapped_states` saves the states of an optimizer on NVMe that stock DeepSpeed forgets.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
 def can_be_exact() -> bool:
-    """Whether this DeepSpeed keeps swapped tensors as we can save them (0.17 and later).
+    """Return whether this DeepSpeed keeps swapped tensors in a form that we can save (0.17 and later).
 
-    Call while its classes are its own. Raises RuntimeError where it does, but a hook has changed.
+    Must be called before DeepSpeed's classes are replaced. Raises RuntimeError if it does, but a hook has changed.
     """
     from deepspeed.runtime.swap_tensor import optimizer_utils
 
@@ -41,7 +41,7 @@ def can_be_exact() -> bool:
 
 
 def install_checkpoints() -> Callable[[], None]:
-    """Replace both methods of the engine class; returns the call that gives them back."""
+    """Replace both methods of the engine class; return a function that restores them."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     stock_save, stock_load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
@@ -87,7 +87,10 @@ def _save(
     save_latest: bool,
     exclude_frozen_parameters: bool,
 ) -> bool:
-    """What ``save_checkpoint`` of an engine does; `stock_save` is DeepSpeed's."""
+    """Implement ``save_checkpoint`` of an engine; `stock_save` is DeepSpeed's own.
+
+    Raises OSError, naming the folder, if the checkpoint cannot be written; nothing of it is kept then.
+    """
     if not save_dir or not isinstance(engine.optimizer, ExactCheckpoints):
         return stock_save(engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     _refuse_decoupled(engine)
@@ -115,7 +118,10 @@ def _load(
     options: tuple[bool, bool, bool, bool],
     custom_load_fn: Callable[..., None] | None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """What ``load_checkpoint`` of an engine does; `options`: of module, optimizer, scheduler, and module alone."""
+    """Implement ``load_checkpoint`` of an engine; `stock_load` is DeepSpeed's own.
+
+    `options`: load_module_strict, load_optimizer_states, load_lr_scheduler_states and load_module_only.
+    """
     if not isinstance(engine.optimizer, ExactCheckpoints) or engine.load_universal_checkpoint():
         return stock_load(engine, load_dir, tag, *options, custom_load_fn)
     tag = _latest(Path(load_dir)) if tag is None else str(tag)
@@ -158,7 +164,7 @@ def _refuse_decoupled(engine: Any) -> None:
 
 
 def _require_ranks(engine: Any, folder: Path) -> None:
-    """Raises ValueError, one line, where ``folder`` is no checkpoint or one of another number of ranks."""
+    """Raise ValueError, in one line, if ``folder`` is no checkpoint or one of another number of ranks."""
     from deepspeed import comm as dist
 
     if not folder.is_dir():
@@ -169,7 +175,7 @@ def _require_ranks(engine: Any, folder: Path) -> None:
         return  # each node has its own ranks' files
     saved = len(list(folder.glob("*zero_pp_rank_*_optim_states.pt")))
     ranks = dist.get_world_size()
-    if saved not in (0, ranks):  # 0: DeepSpeed says what is missing
+    if saved not in (0, ranks):  # for 0, DeepSpeed's own error names the missing file
         raise ValueError(
             f"load_checkpoint: {folder} was saved by {saved} ranks, this training has {ranks}; start it with {saved}"
         )
@@ -191,7 +197,7 @@ def _latest(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def _replaced(target: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of this one object, for the time of the block."""
+    """Set attributes of this one object inside the context."""
     for name, value in attributes.items():
         target.__dict__[name] = value
     try:
@@ -202,12 +208,12 @@ def _replaced(target: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _swapping_left_to_us(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """DeepSpeed then treats the optimizer as one in memory, and does not copy its swap folder."""
+    """Make DeepSpeed treat the optimizer as one in memory, so that it does not copy the swap folder."""
     return _replaced(engine, zero_nvme_offload_optimizer=lambda: False)
 
 
 def _with_frozen_from_nvme(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """Stock saves parameters that do not train and lie on NVMe as empty tensors."""
+    """Save frozen parameters that are on NVMe with their values; stock DeepSpeed saves empty tensors."""
 
     def fragment(param: Any) -> Any:
         return read_frozen(param) if hasattr(param, "ds_tensor") else param.detach().cpu()
@@ -233,12 +239,12 @@ def _with_frozen_to_nvme(engine: Any) -> contextlib.AbstractContextManager[None]
     return _replaced(engine, load_module_state_dict=load_module_state_dict)
 
 
-# -- a folder that appears whole ---------------------------------------------------------------------------------------
+# -- a folder that appears atomically ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _staged(engine: Any, save_dir: Path, tag: str, save_latest: bool) -> Iterator[Path]:
-    """A folder to save into; at the end its ``tag`` is put into ``save_dir`` at once. All ranks enter and leave."""
+    """Yield a folder to save into; on success its ``tag`` is moved into ``save_dir`` atomically. Collective."""
     from deepspeed import comm as dist
 
     leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
@@ -268,7 +274,7 @@ def _staging(place: Path) -> Path:
 def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
     _make_durable(staging)
     for path in staging.iterdir():
-        if path.name != Path(tag).parts[0]:  # the script that DeepSpeed lays beside its checkpoints
+        if path.name != Path(tag).parts[0]:  # the script that DeepSpeed puts next to its checkpoints
             os.replace(path, save_dir / path.name)
     _put_in_place(staging / tag, save_dir / tag, staging / "replaced")
     sync(save_dir)
@@ -282,7 +288,7 @@ def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
 
 
 def _put_in_place(new: Path, place: Path, aside: Path) -> None:
-    """Rename ``new`` to ``place``; what was there is exchanged with it, or set ``aside`` where that cannot be."""
+    """Rename ``new`` to ``place``; an existing ``place`` is exchanged with it, or else first renamed to ``aside``."""
     if not place.exists():
         os.rename(new, place)
         return
@@ -292,17 +298,17 @@ def _put_in_place(new: Path, place: Path, aside: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False where kernel or file system cannot."""
+    """Exchange two names atomically; return False if the kernel or the file system does not support it."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return call is not None and call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
 
 
 def _finish_replacement(place: Path) -> None:
-    """After a crash between the two renames of a file system that cannot exchange: the old checkpoint returns."""
+    """Restore the old checkpoint after a crash between the two renames on a file system without exchange."""
     aside = _staging(place) / "replaced"
     if aside.exists() and not place.exists():
-        with contextlib.suppress(FileNotFoundError):  # another rank was first
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
             os.rename(aside, place)
 
 

@@ -1,7 +1,7 @@
-"""Every place of DeepSpeed that we stand in or call by name, and what it must look like for us to do so.
+"""All places of DeepSpeed that we replace or call by name, with the signatures that we rely on.
 
-Found by name and signature, never by line. A DeepSpeed that changed one of them is refused in one line that names the
-part of ours that breaks and the place; the list is what "checked" means in the warning for untried versions.
+They are found by name and signature, never by line. If DeepSpeed has changed one of them, a one-line error names the
+place and our part that breaks. The warning for untried versions refers to this list as the places that were checked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _SWAP = "deepspeed.runtime.swap_tensor"
 
 @dataclass(frozen=True)
 class Hook:
-    """``path`` in ``module`` is callable and begins with the arguments ``leading``; ``named`` may stand anywhere.
+    """A requirement that ``path`` in ``module`` is callable and begins with the arguments ``leading``.
 
-    ``part``: what of ours hangs on it. With ``leading`` None it only has to be there.
+    The arguments ``named`` may be at any position. With ``leading`` None, ``path`` only has to exist. ``part`` names
+    our part that depends on it.
     """
 
     part: str
@@ -123,7 +124,7 @@ def _engine(method: str, *arguments: str) -> Hook:
     return Hook("checkpoints", _ENGINE, f"DeepSpeedEngine.{method}", ("self", *arguments))
 
 
-# Checked where swapped tensors are contexts (0.17 and later); before, checkpoints stay DeepSpeed's own.
+# Checked if swapped tensors are contexts (0.17 and later); in earlier versions checkpoints stay DeepSpeed's own.
 CHECKPOINT_HOOKS: tuple[Hook, ...] = (
     _engine("save_checkpoint", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
     _engine(
@@ -157,7 +158,7 @@ BF16_HOOKS: tuple[Hook, ...] = (
     Hook("bf16 states", _UTILS, "SwapTensorContext.release_memory", ("self",)),
 )
 
-# Moments are made in swap buffers where swapped tensors are contexts (0.17 and later).
+# Moments are created in swap buffers if swapped tensors are contexts (0.17 and later).
 FIRST_STEP_HOOKS: tuple[Hook, ...] = (
     _stage3("first step", "_swappable_optimizer_subgroup", "sub_group_id"),
     Hook("first step", _UTILS, "OptimizerSwapper._update_param_state_info", ("self", "swap_info", "parameter")),
@@ -250,9 +251,9 @@ def check_hooks(
     tried: tuple[str, ...] = TRIED_VERSIONS,
     otherwise: str = "switch memascend off",
 ) -> None:
-    """Raises RuntimeError, one line, for the first hook that is not there or has other arguments.
+    """Raise RuntimeError, in one line, for the first hook that is missing or has other arguments.
 
-    ``tried``: the versions that have these hooks; ``otherwise``: what to do where DeepSpeed must stay as it is.
+    ``tried``: the versions that have these hooks; ``otherwise``: advice for users who cannot change DeepSpeed.
     """
     for hook in hooks:
         problem = _problem(hook)
@@ -267,7 +268,7 @@ def check_hooks(
 
 
 def has_hooks(hooks: tuple[Hook, ...]) -> bool:
-    """Whether this DeepSpeed has them all, with the arguments that are known."""
+    """Return whether this DeepSpeed has all the hooks, with the expected arguments."""
     return not any(map(_problem, hooks))
 
 
@@ -286,7 +287,7 @@ def _problem(hook: Hook) -> str | None:
         return "is not callable"
     parameters = inspect.signature(found).parameters
     if {p.kind for p in parameters.values()} == _PASSED_ON:
-        return None  # behind a decorator that hides its arguments (DeepSpeed's instrument_w_nvtx): it is there
+        return None  # it exists, but a decorator (DeepSpeed's instrument_w_nvtx) hides its arguments
     arguments = list(parameters)
     if arguments[: len(hook.leading)] != list(hook.leading):
         return f"has the arguments ({', '.join(arguments)}), expected ({', '.join(hook.leading)}, ...)"
@@ -295,7 +296,7 @@ def _problem(hook: Hook) -> str | None:
 
 
 def untried_version_warning(version: str) -> str | None:
-    """The one warning for a version that nobody has tried, naming what was checked; None for a tried one."""
+    """Return the warning for an untried version, naming what was checked, or None for a tried one."""
     if version in TRIED_VERSIONS:
         return None
     parts = ", ".join(dict.fromkeys(hook.part for hook in HOOKS))

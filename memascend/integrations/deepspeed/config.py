@@ -1,4 +1,4 @@
-"""Which parts stand in which place of DeepSpeed: the choices, their presets and what is refused."""
+"""Configuration of the parts that replace DeepSpeed's: the choices, the stock preset and the validation."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse
 class Parts:
     """One choice for each place where MemAscend (sections IV-B to IV-D) differs from ZeRO-Infinity.
 
-    pinned: page-locked allocator of every host buffer. ``stock`` is whatever this DeepSpeed does,
-        ``power_of_two`` PyTorch's CachingHostAllocator rounding (the papers' baseline), ``exact`` IV-C.
+    pinned: page-locked allocator of every host buffer. ``stock`` is the behaviour of the installed DeepSpeed,
+        ``power_of_two`` the rounding of PyTorch's CachingHostAllocator (the papers' baseline), ``exact`` IV-C.
     pool: parameter buffer pool. ``stock`` is DeepSpeed's own swapper and pool, ``monolithic_separate`` nine
-        embedding-sized buffers, each pinned by itself (what the paper's totals describe), ``monolithic`` the same in
+        embedding-sized buffers, each pinned separately (as the paper's totals describe), ``monolithic`` the same in
         one tensor (DeepSpeed 0.16), ``adaptive`` IV-B.
     overflow: ``chain`` is isinf().any() then isnan().any(), ``aminmax`` one torch.aminmax, ``fused`` IV-D.
-    aio: ``stock`` is DeepNVMe, ``file`` our engine on a file for each tensor (any address, any length, every completion
-        audited), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
+    aio: ``stock`` is DeepNVMe, ``file`` our engine with one file per tensor (any address, any length, every completion
+        checked), ``direct`` IV-E: all tensors in one preallocated file, or on raw devices (``devices``).
     optimizer_states: ``bf16`` keeps master weights, gradients and Adam states in bf16 (half the bytes per step).
-    gradients: ``nvme``: they go over NVMe to the optimizer as in ZeRO-Infinity; ``host``: they wait in the flat
+    gradients: ``nvme`` sends them over NVMe to the optimizer as in ZeRO-Infinity, ``host`` leaves them in the flat
         gradient buffer. (Before 1.1: ``swapped`` and ``kept``.)
-    numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` takes ours (see :mod:`.numerics`).
+    numerics: ``exact`` keeps DeepSpeed's norm and AdamW, ``fast`` uses ours (see :mod:`.numerics`).
     """
 
     pinned: Literal["stock", "power_of_two", "exact"] = "exact"
@@ -73,33 +73,33 @@ class Parts:
         return asdict(self)
 
 
-# The words of each part, as its annotation lists them.
+# The allowed values of each part, taken from its annotation.
 _CHOICES: dict[str, tuple[str, ...]] = {name: get_args(hint) for name, hint in get_type_hints(Parts).items()}
 
 STOCK = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
 
 
 def switched_off(ds_config: dict[str, Any]) -> bool:
-    """True where the configuration says ``"memascend": {"enabled": false}``: DeepSpeed is then left alone."""
+    """Return whether the configuration says ``"memascend": {"enabled": false}``, which leaves DeepSpeed unchanged."""
     section = ds_config.get(CONFIG_KEY)
     return isinstance(section, dict) and section.get("enabled") is False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnableOptions:
-    """What one call of `enable` puts in: the section ``"memascend"`` with the call's keywords over it, checked.
+    """The checked options of one call of `enable`: the section ``"memascend"``, overridden by the call's keywords.
 
-    parts: what stands in each place of DeepSpeed.
-    memory: what each new model is given to need less device memory.
-    paths: several drives in the place of ``nvme_path``.
-    blocks_in_flight: N of MemAscend IV-B, transformer blocks whose weights may be in host memory at once.
-    devices: formatted raw devices for ``aio="direct"``; none: files in ``nvme_path``.
-    host_memory: what our buffers may take of this machine, such as "24GiB", equally divided by its ranks; an allocation
-        beyond it is a HostBudgetExceeded that names its owner. None: no budget.
-    require_direct: refuse a file system that does not take O_DIRECT, where tensors would go through the page cache.
-    placement: NUMA nodes of host buffers by class, as `memascend.memory.placement_policy`: a name, or a mapping.
-    prestage_checkpoints: a checkpoint references swapped states that lie on its file system (reflinks, hard links of
-        ``aio="file"``) where that can be; false copies them all.
+    parts: the part that replaces each place of DeepSpeed.
+    memory: the memory options applied to each new model.
+    paths: several drives instead of ``nvme_path``.
+    blocks_in_flight: N of MemAscend IV-B, the transformer blocks whose weights may be in host memory at once.
+    devices: formatted raw devices for ``aio="direct"``; if empty, files in ``nvme_path`` are used.
+    host_memory: limit on our buffers on this machine, such as "24GiB", divided equally among its ranks. An allocation
+        that would exceed it raises HostBudgetExceeded, which names its owner. None: no limit.
+    require_direct: refuse a file system without O_DIRECT, where tensors would go through the page cache.
+    placement: NUMA nodes of host buffers by class, as in `memascend.memory.placement_policy`: a name, or a mapping.
+    prestage_checkpoints: a checkpoint references swapped states on its own file system (by reflinks, or by hard links
+        with ``aio="file"``) if possible; false copies them all.
     minimum_swap_bytes: replaces DeepSpeed's hard-coded 1 MiB below which tensors stay in memory (twins scale it).
     gather_clone: False leaves out the CPU repair of the gather; only for the negative control of the tests.
     """
@@ -140,7 +140,7 @@ class EnableOptions:
             parse_bytes(self.host_memory, f'"{CONFIG_KEY}.host_memory"')
 
 
-_KEYWORDS_ONLY = ("minimum_swap_bytes", "gather_clone")  # for programs; no keys of the section
+_KEYWORDS_ONLY = ("minimum_swap_bytes", "gather_clone")  # keywords of `enable` that are not keys of the section
 _GROUPS = {"parts": Parts, "memory": MemoryOptions, "paths": TierOptions}
 _KEYS = (
     *(f.name for group in _GROUPS.values() for f in fields(group)),
@@ -150,9 +150,9 @@ _KEYS = (
 
 
 def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> EnableOptions:
-    """Read ``ds_config["memascend"]`` (optional) with ``keywords`` over it; those that are None are left out.
+    """Read the optional section ``ds_config["memascend"]``, overridden by those ``keywords`` that are not None.
 
-    Raises ValueError, in one line, for what cannot be read; TypeError for an unknown keyword.
+    Raises ValueError, in one line, for an invalid key or value, and TypeError for an unknown keyword.
     """
     section = ds_config.get(CONFIG_KEY)
     section = {} if section is None else section
@@ -220,13 +220,13 @@ _SECTION_EXAMPLES = {
     "params": '{"lr": 1e-5}',
 }
 
-# What our engines take; a thread of the direct engine stands for two of DeepNVMe's.
+# Limits of our engines; a thread of the direct engine replaces two of DeepNVMe's.
 _AIO_LIMITS = {"queue_depth": 1024, "intra_op_parallelism": 128}
 _PAGE_BYTES = 4096
 
 
 def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions) -> None:
-    """Refuse, with the fix, what cannot work. Called before anything is patched."""
+    """Raise ValueError, with the fix, for a configuration that cannot work. Called before anything is patched."""
     _require_sections(ds_config)
     zero = ds_config.get("zero_optimization") or {}
     if zero.get("stage") != 3:
@@ -263,7 +263,7 @@ def validate_deepspeed_config(ds_config: dict[str, Any], options: EnableOptions)
 
 
 def _require_sections(ds_config: dict[str, Any]) -> None:
-    """The sections that are read here and in the parts are sections."""
+    """Raise ValueError unless every section that is read here or by the parts is a dict or absent."""
     zero, optimizer = ds_config.get("zero_optimization"), ds_config.get("optimizer")
     sections = {name: ds_config.get(name) for name in ("zero_optimization", "fp16", "bf16", "bfloat16", "aio")}
     if isinstance(zero, dict):
@@ -278,7 +278,7 @@ def _require_sections(ds_config: dict[str, Any]) -> None:
 
 
 def _require_numbers(ds_config: dict[str, Any]) -> None:
-    """What the derived settings take over from the user; "auto" and null are left to them."""
+    """Raise ValueError unless the numbers that the derived settings take from the user are valid, "auto" or null."""
     zero = ds_config["zero_optimization"]
     for name in _OFFLOADS:
         section = zero.get(name) or {}

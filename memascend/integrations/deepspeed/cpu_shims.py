@@ -1,6 +1,6 @@
-"""What DeepSpeed's CPU accelerator needs before it trains correctly; the same for every system, listed in each record.
+"""Shims that DeepSpeed's CPU accelerator needs to train correctly; the same for every system, listed in each record.
 
-None of this concerns a GPU. Each shim is a context that restores what it replaced.
+None of them concerns a GPU. Each function installs a shim and returns a function that restores the replaced code.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ Undo = Callable[[], None]
 
 
 def clone_after_gather() -> Undo:
-    """One rank: ``NoGather(Coalesced)Handle`` aliases the swap buffer on the CPU, which is reused while it is read.
+    """Clone each parameter gathered on a single rank, so that it does not alias the swap buffer.
 
-    ``.to(device)`` copies on a GPU and aliases on the CPU; cloning restores the GPU's meaning. Without it stock
-    DeepSpeed trains wrongly and reports no error.
+    In ``NoGather(Coalesced)Handle`` ``.to(device)`` copies on a GPU but aliases the buffer on the CPU, which is reused
+    while the parameter is read. Cloning restores the GPU's semantics. Without it stock DeepSpeed trains wrongly and
+    reports no error.
     """
     from deepspeed.runtime.zero import partition_parameters as module
 
@@ -41,9 +42,10 @@ def clone_after_gather() -> Undo:
 
 
 def keep_asked_dtype() -> Undo:
-    """Where a CPU has no fp16, ``Init(dtype=...)`` takes bfloat16 whatever is asked for: its
-    ``dtype or fp16 if ... else bf16`` binds otherwise than it reads. Swapped float32 weights were rounded by that,
-    without an error.
+    """Make ``Init(dtype=...)`` use the requested dtype on a CPU without fp16.
+
+    Stock ``Init`` then uses bfloat16 whatever is requested, because its ``dtype or fp16 if ... else bf16`` parses
+    differently from how it reads. Swapped float32 weights were rounded by that, without an error.
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -63,7 +65,7 @@ def keep_asked_dtype() -> Undo:
 
 
 def allow_fp16_on_cpu(accelerator_class: type) -> Undo:
-    """DeepSpeed refuses fp16 on a CPU without AVX512-FP16; storage and semantics work all the same."""
+    """Allow fp16 on a CPU without AVX512-FP16, which DeepSpeed refuses although storage and semantics work there."""
     stock = accelerator_class.is_fp16_supported
     stock_dtypes = accelerator_class.supported_dtypes
 

@@ -1,4 +1,4 @@
-"""DeepNVMe itself (`aio_handle`), as a peer to measure against."""
+"""DeepNVMe's own `aio_handle`, as a baseline for measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def deepnvme_handle(block_bytes: int, depth: int, workers: int = 1) -> Any:
-    """A stock handle with overlapped submission, its best documented setting. Raises ImportError."""
+    """Return a stock handle with overlapped submission, its best documented setting.
+
+    Raises ImportError if DeepNVMe cannot be loaded.
+    """
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 

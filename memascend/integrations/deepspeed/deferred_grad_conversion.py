@@ -1,13 +1,14 @@
 """Half-precision gradients that are converted as AdamW reads them (MLP-Offload 3.2, delayed in-place conversion).
 
-DeepSpeed converts gradients as they arrive in the last micro batch, and the update of a swapped sub-group takes them in
-a buffer of the states' type, as large as the sub-group. Here they stay in the flat buffer. The fast AdamW reads them
-there; DeepSpeed's own, which takes one type for all, gets them a piece at a time, converted and scaled in a buffer that
-the processor's cache holds. Element by element that is the same arithmetic, so the same bits.
+DeepSpeed converts gradients as they arrive in the last micro-batch, and the update of a swapped sub-group reads them
+from a buffer in the states' dtype, as large as the sub-group. Here they stay in the flat buffer. The fast AdamW reads
+them from there. DeepSpeed's own AdamW, which requires one dtype for all tensors, gets them a piece at a time, converted
+and scaled in a buffer that fits into the processor's cache. This is the same arithmetic for each element, so the result
+is bit-identical.
 
-A sub-group in which a parameter has no gradient of this step, or one that was set from outside, is completed as before,
-in a buffer of its size that the swapper takes for it; so are all where another optimizer updates them. One line then
-says so.
+If a parameter of a sub-group has no gradient of this step, or one that was set from outside, the gradient is completed
+as before, in a buffer of the sub-group's size that the swapper allocates. The same applies to all sub-groups if another
+optimizer updates them. One line then announces it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .unused_parameters import Factor
 
 
 class DeferredGradConversion:
-    """Mixin before :class:`.host_gradients.HostGradients`."""
+    """Mixin that must precede :class:`.host_gradients.HostGradients`."""
 
     settings: Stage3Settings
-    unconverted_gradient: torch.Tensor | None  # within a sub-group's update: its part of the flat buffer, read as it is
+    unconverted_gradient: torch.Tensor | None  # during a sub-group's update: its part of the flat buffer, if usable
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._deferred_factor: Factor = 1.0
@@ -42,7 +43,7 @@ class DeferredGradConversion:
     def _offload_grad_partition_at_boundary(
         self, param: Any, grad_buffer: torch.Tensor, gradients: dict[int, list[Any]], offsets: dict[int, list[int]]
     ) -> None:
-        """DeepSpeed's, without the fp32 copy: of what stays in the flat buffer only the length is asked for."""
+        """Do as DeepSpeed, without the fp32 copy: of gradients that stay in the flat buffer only the length is used."""
         sub_group, offset, _ = self.grad_position[self.get_param_id(param)]
         if not self._swappable_optimizer_subgroup(sub_group):
             super()._offload_grad_partition_at_boundary(param, grad_buffer, gradients, offsets)
@@ -58,7 +59,7 @@ class DeferredGradConversion:
 
     @contextlib.contextmanager
     def _gradients_hidden(self, sub_group_id: int) -> Iterator[None]:
-        """Meanwhile the swapper finds no gradient of this sub-group, nor of the one that it reads ahead, to bring."""
+        """Hide the usable flat gradients of this sub-group and of the one read ahead from the swapper, in a context."""
         indices = [sub_group_id] if sub_group_id in self._pieces else []
         following = self.next_swappable_fp32_partitioned_groups[sub_group_id] if indices else None
         if following is not None:
@@ -70,7 +71,7 @@ class DeferredGradConversion:
             yield
 
     def _unconverted(self, sub_group_id: int) -> torch.Tensor | None:
-        """The sub-group's part of the flat buffer, where that is its gradient."""
+        """Return the sub-group's part of the flat buffer if that is its gradient, else None."""
         if sub_group_id not in self._pieces:
             return None
         other = self._updated_otherwise(sub_group_id)
@@ -86,7 +87,7 @@ class DeferredGradConversion:
         return None
 
     def _updated_otherwise(self, sub_group_id: int) -> str | None:
-        """What reads gradients of the states' type alone, for people."""
+        """Return, as text, why this sub-group's update needs gradients in the states' dtype; None if it does not."""
         if type(self.optimizer) is not DeepSpeedCPUAdam:
             return f"the optimizer is {type(self.optimizer).__name__}"
         if not self.grad_partitions_flat_buffer.is_cpu or self.subgroup_to_device[sub_group_id] != "cpu":
@@ -118,7 +119,7 @@ class DeferredGradConversion:
             adam.ds_opt_adam.adam_update(adam.opt_id, state["step"], *options, master, converted, *moments)
 
     def _converted(self, gradient: torch.Tensor, dtype: torch.dtype) -> Any:
-        """Pieces of ``gradient`` in ``dtype``, each until the next is asked for, with their offsets."""
+        """Yield (offset, piece) of ``gradient`` in ``dtype``; a piece is valid until the next one is requested."""
         if self._piece is None:
             largest = max(self.fp16_partitioned_groups_flat_numel)
             allocator = self.settings.allocator or PageAlignedPinnedAllocator()
@@ -129,7 +130,7 @@ class DeferredGradConversion:
 
 
 def adam_state(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
-    """The Adam state of ``parameter``, made where there is none yet."""
+    """Return the Adam state of ``parameter``, created as zeros if it has none yet."""
     state = optimizer.state[parameter]
     if not state:
         state |= {

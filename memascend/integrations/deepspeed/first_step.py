@@ -1,7 +1,7 @@
-"""Start-up and the first step in the memory of every later step.
+"""Start-up and a first step that take no more memory than every later step.
 
-DeepSpeed takes more than that in two places: the gradient buffer is made twice (once pageable, once pinned), and the
-two moments of a sub-group begin their life in pageable memory, from where they are copied into the swap buffers.
+DeepSpeed takes more in two places: the gradient buffer is allocated twice (once pageable, once pinned), and the two
+moments of a sub-group are created in pageable memory, from which they are copied into the swap buffers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ SWAPS_CONTEXTS = hasattr(optimizer_utils, "SwapTensorContext")  # DeepSpeed 0.17
 
 
 class _ZerosWhereTheyStay(TorchFunctionMode):
-    """Inside, ``torch.zeros`` of the gradient buffer's size gets its memory from ``allocator``, which the kernel has
-    zeroed; ``pin_memory`` then finds it pinned, and makes no copy.
+    """A mode in which ``torch.zeros`` of the gradient buffer's size returns pinned memory from ``allocator``.
+
+    The kernel has already zeroed that memory, and ``pin_memory`` makes no copy of a tensor that is pinned.
     """
 
     def __init__(self, partitions: list[int], dtype: torch.dtype, allocator: PinnedAllocator) -> None:
@@ -39,7 +40,7 @@ class _ZerosWhereTheyStay(TorchFunctionMode):
 
 
 class FirstStepInPlace:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: start-up and first step take no more memory than later steps."""
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` whose start-up and first step take no more memory than later ones."""
 
     settings: Stage3Settings
 
@@ -60,12 +61,13 @@ class FirstStepInPlace:
 
 
 def make_moments_in_swap_buffers(optimizer: Any, swapper: Any, parameter: torch.Tensor) -> None:
-    """Where ``parameter``, swapped in with its gradient, has no Adam states yet: zeros, in two of the free buffers.
+    """Create the Adam states of ``parameter``, swapped in with its gradient, as zeros in two of the free swap buffers.
 
-    Left to DeepSpeed where the optimizer is another one, the swapper is pipelined (its free buffers are the next
-    sub-group's), states have another type than the buffers, or fewer than two buffers are free.
+    Does nothing if it has states already. Also leaves them to DeepSpeed if the optimizer is another one, the swapper is
+    pipelined (its free buffers belong to the next sub-group), the states have another dtype than the buffers, or fewer
+    than two buffers are free.
     """
-    own = getattr(swapper, "moment_buffers", None)  # the swapper of several paths has room for them
+    own = getattr(swapper, "moment_buffers", None)  # the swapper of several paths has buffers for them
     if type(optimizer) is not DeepSpeedCPUAdam or (own is None and type(swapper) is not PartitionedOptimizerSwapper):
         return
     if optimizer.state.get(parameter):

@@ -1,9 +1,9 @@
-"""Watches DeepSpeed gather parameters: which are about to be, and when the device has its copies.
+"""Observation of DeepSpeed's gathers: which parameters are about to be gathered, and when the device has its copies.
 
-A gather copies partitions from host buffers to the device. On a device that works on its own such a copy may still be
-reading the buffer when DeepSpeed calls the parameter available; so an event is recorded behind each copy, and a buffer
-is taken from a gathered parameter only when its event has passed. A gather that comes by none of the places below (a
-DeepSpeed that has changed) leaves no event, and its buffers stay where they are until DeepSpeed releases them.
+A gather copies partitions from host buffers to the device. On an asynchronous device such a copy may still be reading
+the buffer when DeepSpeed marks the parameter as available. Therefore an event is recorded after each copy, and a buffer
+is taken from a gathered parameter only once its event has completed. A gather by any other way than those listed below
+(in a changed DeepSpeed) records no event, and its buffers stay in use until DeepSpeed releases them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 
-# Each starts its copies on the stream that is current, with the parameters as the argument at this place.
+# Functions that start copies on the current stream, with the position of the argument that has the parameters.
 _COPYING = (
     ("NoGatherHandle", "__init__", 1),
     ("NoGatherCoalescedHandle", "__init__", 1),
@@ -29,7 +29,7 @@ _NAMES = ("param", "params", "param_list")
 
 
 def watch_gathers() -> Callable[[], None]:
-    """Tell the swappers (`gathering`, `gathered` where they have them) of every gather; returns what undoes it."""
+    """Notify swappers that have `gathering` and `gathered` of every gather; return a function that undoes it."""
     undo = [_wrap(partition_parameters.Init, "_ensure_availability_of_partitioned_params", _announced)]
     for class_name, method, place in _COPYING:
         owner = getattr(partition_parameters, class_name, None)
@@ -51,7 +51,7 @@ def _wrap(owner: type, name: str, change: Callable[[Callable[..., Any]], Callabl
 
 def _announced(stock: Callable[..., Any]) -> Callable[..., Any]:
     def ensure(self: Any, params: Iterable[Any]) -> Any:
-        """None of them may lose its buffer to another one of them."""
+        """Mark the parameters as being gathered, so that none of them loses its buffer to another one of them."""
         params = list(params)
         swappers = {id(s): s for s in (getattr(p, "nvme_swapper", None) for p in params) if hasattr(s, "gathering")}
         for swapper in swappers.values():

@@ -1,7 +1,7 @@
-"""Optimizer buffers of one path without one for the gradient, where gradients are kept and read where they lie.
+"""Optimizer buffers of one path without a buffer for the gradient, used when gradients are read in the flat buffer.
 
-A sub-group that needs its gradient in a buffer all the same (:mod:`.deferred_grad_conversion` says when) gets one more,
-which stays: the next step needs it again.
+A sub-group that needs its gradient in a swap buffer after all (:mod:`.deferred_grad_conversion` says when) gets an
+additional buffer, which is kept, because the next step needs it again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from memascend.planner.derived_sizes import STATES
 
 
 class GrowingBuffers(SwapBufferManager):
-    """Stands where ``optimizer_utils.SwapBufferManager`` stands; ``count`` is what it began with.
+    """Replacement of ``optimizer_utils.SwapBufferManager`` that can grow; ``count`` is the initial number of buffers.
 
-    With pipelined reads and writes three sub-groups are in flight, and each may need one more.
+    With pipelined reads and writes three sub-groups are in flight, and each may need one additional buffer.
     """
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor] | None:

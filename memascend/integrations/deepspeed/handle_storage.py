@@ -10,8 +10,11 @@ import torch
 
 
 class HandleStorage:
-    """Reads by one handle, writes by another. A handle can only be waited for as a whole, so all that is in flight in
-    it ends together. Thread-safe. Nobody else may use the handles meanwhile."""
+    """Storage that reads by one handle and writes by another. Thread-safe.
+
+    A handle can only be waited for as a whole, so all its transfers in flight end together. Nothing else may use the
+    handles at the same time.
+    """
 
     def __init__(self, reads: Any, writes: Any, path_of: Callable[[Hashable], str]) -> None:
         self._reads, self._writes = _Handle(reads.async_pread, reads.wait), _Handle(writes.async_pwrite, writes.wait)
@@ -42,7 +45,7 @@ class _Handle:
 
 
 class _Batch:
-    """What was submitted to a handle between two waits."""
+    """The completion of all transfers submitted to a handle between two waits."""
 
     def __init__(self, handle: _Handle) -> None:
         self._handle = handle
@@ -55,7 +58,7 @@ class _Batch:
         return self.ended
 
     def add_done_callback(self, function: Callable[[_Batch], object]) -> None:
-        """Called by whoever waits: no thread watches a handle."""
+        """Call `function` at the end, on the thread that waits, because no thread watches a handle."""
         with self._handle.lock:
             if not self.ended:
                 self._callbacks.append(function)

@@ -1,9 +1,9 @@
-"""``enable`` and ``disable``: every change to DeepSpeed in one place, found by name and signature, undone in reverse.
+"""``enable`` and ``disable``: all changes to DeepSpeed, found by name and signature, and undone in reverse order.
 
-The hooks (evidence: tried on DeepSpeed 0.16.7 to 0.19.8):
+The hooks, tried on DeepSpeed 0.16.7 to 0.19.8:
 
 ====================  ==============================================================  =========================
-what                  where                                                           how sure
+part                  place                                                           stability
 ====================  ==============================================================  =========================
 I/O module            ``OpBuilder._loaded_ops["async_io"]``                           semi-private
 pinned allocation     ``deepspeed.accelerator.set_accelerator``                       public
@@ -43,10 +43,10 @@ from .tier_options import TierOptions
 
 @dataclass
 class Enabled:
-    """What is switched on in this process.
+    """The state of memascend in this process.
 
-    ``ledger`` holds every host buffer, ``io`` the bytes that the swappers moved, ``store`` their tensors.
-    Every rank has the ``warnings``; rank 0 (environment variable RANK; absent: 0) logs them.
+    ``ledger`` lists every host buffer, ``io`` counts the bytes that the swappers moved, ``store`` has their tensors.
+    Every rank has the ``warnings``; rank 0 (environment variable RANK, 0 if not set) logs them.
     """
 
     parts: Parts
@@ -60,7 +60,7 @@ class Enabled:
 
 log = logging.getLogger("memascend")
 _active: Enabled | None = None
-_warned_about: set[str] = set()  # versions of DeepSpeed, in this process
+_warned_about: set[str] = set()  # DeepSpeed versions for which this process has logged its warnings
 
 
 def enable(
@@ -69,14 +69,15 @@ def enable(
     """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
 
     Args:
-        ds_config: the DeepSpeed configuration in any form that DeepSpeed takes (dict, path, JSON in base64), which
-            stays as it is; its section ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed alone.
-        ledger: account to write to; a new one by default.
+        ds_config: the DeepSpeed configuration in any form that DeepSpeed takes (dict, path, JSON in base64), which is
+            not changed. Its section ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed unchanged.
+        ledger: the ledger to record buffers in; a new one by default.
         options: any key of the section (see :class:`Parts`, :class:`MemoryOptions`), which it overrides, and the
-            other fields of :class:`EnableOptions`. None: as the section says.
+            other fields of :class:`EnableOptions`. None leaves the choice to the section.
     Raises:
-        ValueError: one line that names the key and the fix. TypeError: an unknown keyword.
-        RuntimeError: already enabled, or a hook that is gone.
+        ValueError: for an invalid configuration, in one line that names the key and the fix.
+        TypeError: for an unknown keyword.
+        RuntimeError: if memascend is already enabled, or a hook is missing or has changed.
     """
     global _active
     if _active is not None:
@@ -107,7 +108,7 @@ def enable(
 
 
 def disable() -> None:
-    """Undo :func:`enable`. Engines that were built meanwhile keep their parts until they are gone."""
+    """Undo :func:`enable`. Engines built in the meantime keep their parts for as long as they exist."""
     global _active
     if _active is not None:
         _roll_back(_active)
@@ -115,7 +116,7 @@ def disable() -> None:
 
 
 def active() -> Enabled | None:
-    """What is enabled now, or None."""
+    """Return what is enabled now, or None."""
     return _active
 
 
@@ -125,8 +126,11 @@ def _roll_back(state: Enabled) -> None:
 
 
 def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> None:
-    """All changes to DeepSpeed. Nothing is replaced before every hook is known to be there; the optimizer's class is
-    replaced before the swappers, whose sizes it derives."""
+    """Make all changes to DeepSpeed.
+
+    The common hooks are checked before anything is replaced. The optimizer's class is replaced before the swappers,
+    whose sizes it derives.
+    """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -135,7 +139,7 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
     if options.host_memory is not None:
         _replace(state, state.ledger, "budget", HostBudget.of_machine(options.host_memory))
     check_hooks(HOOKS + CPU_HOOKS if on_cpu else HOOKS)
-    swaps_gradients = _swaps_gradients(parts)  # DeepSpeed is asked before anything of it is replaced
+    swaps_gradients = _swaps_gradients(parts)  # inspects DeepSpeed, so it must come before any replacement
     derived = _derived_settings(state, ds_config, options, swaps_gradients)
     _warn(state, ds_config, derived, deepspeed.__version__)
     if parts.optimizer_states == "bf16":
@@ -162,7 +166,7 @@ def _swaps_gradients(parts: Parts) -> bool:
 def _derived_settings(
     state: Enabled, ds_config: dict[str, Any], options: EnableOptions, swaps_gradients: bool
 ) -> DerivedSettings | None:
-    """None where stock DeepSpeed runs, whose settings are its own."""
+    """Return the derived settings, or None for stock DeepSpeed, which keeps its own."""
     if state.parts == STOCK:
         return None
     derived = DerivedSettings(ds_config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients)
@@ -172,7 +176,7 @@ def _derived_settings(
 
 
 def _warn(state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings | None, version: str) -> None:
-    """Every rank keeps the warnings, one logs them; of an untried DeepSpeed once in a process."""
+    """Collect the warnings on every rank and log them on one; that of an untried DeepSpeed only once per process."""
     untried = untried_version_warning(version)
     state.warnings += [untried] if untried else []
     if derived is not None:
@@ -185,7 +189,7 @@ def _warn(state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings | 
 
 
 def _install_optimizer(state: Enabled, options: EnableOptions, derived: DerivedSettings | None, allocator: Any) -> None:
-    """The class of the ZeRO-3 optimizer, and checkpoints of it."""
+    """Replace the class of the ZeRO-3 optimizer, and the methods for its checkpoints."""
     from deepspeed.runtime.zero import stage3
 
     from .checkpoint import can_be_exact, install_checkpoints
@@ -219,8 +223,10 @@ def _install_swappers(
     *,
     grows: bool,
 ) -> None:
-    """Swappers of parameters and optimizer states over our engines, in memory of our allocator. `grows`: buffers of one
-    path have none for gradients, and get one where a sub-group needs it."""
+    """Replace the swappers of parameters and optimizer states by ones with our engines and our allocator.
+
+    `grows`: the buffers of one path include none for gradients; one is added when a sub-group needs it.
+    """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import partition_parameters, stage3
 
@@ -250,7 +256,7 @@ def _install_swappers(
 
 
 def _install_stock(state: Enabled, minimum_swap_bytes: int | None) -> None:
-    """Today's DeepSpeed: nothing replaced, only watched (counters, ledger) and scaled (twins)."""
+    """Instrument stock DeepSpeed (counters, ledger) and scale its swap limit (twins), without replacing its parts."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.runtime.zero import partition_parameters
@@ -265,7 +271,7 @@ def _install_stock(state: Enabled, minimum_swap_bytes: int | None) -> None:
 
 
 def _scaled_swapper_class(partition_parameters: Any, minimum_swap_bytes: int | None) -> type:
-    """DeepSpeed's own swapper, with the twin's limit below which tensors stay in memory."""
+    """Return DeepSpeed's own swapper class, with the twin's limit below which tensors stay in memory."""
 
     class ScaledSwapper(partition_parameters.AsyncPartitionedParameterSwapper):
         def _configure_aio(self, ds_config: Any) -> None:
@@ -302,9 +308,10 @@ def _install_bf16_states(state: Enabled) -> None:
 
 
 def _around_update(state: Enabled, paths: TierOptions) -> dict[str, Callable[[], None]]:
-    """Sub-groups follow their paths' rates; what was written is counted and held against the budget.
+    """Return the callbacks around an update: sub-groups follow their paths' rates, and writes count against the budget.
 
-    Training stops before the next update, when DeepSpeed's counters and scheduler have the last one behind them.
+    An exceeded budget stops training before the next update, when DeepSpeed's counters and scheduler have completed the
+    last one.
     """
     budget = paths.budget()
     meter = None if budget is None else WriteMeter(budget, paths.tiers)
@@ -401,9 +408,9 @@ def _put_back(loaded: dict[str, Any], stock: Any) -> None:
 
 
 def _op_builders() -> list[Any]:
-    """DeepSpeed's base class of builders, which knows the loaded ops; of an editable installation a second one.
+    """Return DeepSpeed's base classes of op builders, which have the loaded ops: two in an editable installation.
 
-    From a source tree on the path, accelerators take the builders of its package ``op_builder``.
+    With a source tree on the path, accelerators use the builders of its package ``op_builder``.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -416,7 +423,7 @@ def _op_builders() -> list[Any]:
 
 
 def _replace_pin_module(state: Enabled, module: Any) -> None:
-    """DeepSpeed keeps its pin_memory op as an attribute of ``sys``; releases before 0.19.4 have no such op."""
+    """Replace DeepSpeed's pin_memory op, which is an attribute of ``sys``; releases before 0.19.4 have no such op."""
     try:
         from deepspeed.ops.op_builder.pin_memory_load import _SYS_CACHE_ATTR as name
     except ImportError:

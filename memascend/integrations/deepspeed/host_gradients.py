@@ -1,8 +1,8 @@
-"""Gradients that stay in the flat gradient buffer until the optimizer reads them, in place of a way over NVMe.
+"""Gradients that stay in the flat gradient buffer until the optimizer reads them, instead of going over NVMe.
 
-ZeRO-Infinity writes the gradients of swapped sub-groups to NVMe as they are made and reads them back in the step,
-though the flat buffer, which accumulates them, holds them all the time. Kept, a step writes and reads 4 bytes per
-parameter less (2 with bf16 states), and computes the same.
+ZeRO-Infinity writes the gradients of swapped sub-groups to NVMe as they are computed and reads them back in the step,
+although the flat buffer that accumulates them has them all the time. If they stay in memory, a step writes and reads 4
+bytes per parameter less (2 with bf16 states) and computes the same result.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from typing import Any
 
 
 class HostGradients:
-    """Mixin over :class:`.unused_parameters.UnusedParameters` that swaps no gradients that the flat buffer holds."""
+    """Mixin over :class:`.unused_parameters.UnusedParameters` that does not swap gradients in the flat buffer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._in_earlier_micro_batches: dict[Any, None] = {}  # parameters, in order; of this step
+        # Parameters, in order, that got a gradient in this step's micro-batches before the last one.
+        self._in_earlier_micro_batches: dict[Any, None] = {}
         super().__init__(*args, **kwargs)
         sizes = self.fp16_partitioned_groups_flat_numel
         self._flat_begin = [sum(sizes[:index]) for index in range(len(sizes))]
 
     def _store_gradients(self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
-        """DeepSpeed's own way for gradients too small to swap: their tensors are read at swap-in. Here they are the
-        flat buffer's parts, which have its order.
+        """Store gradients as views of the flat buffer, in its order.
+
+        This uses DeepSpeed's own mechanism for gradients that are too small to swap: their tensors are read at swap-in.
         """
         begin = self._flat_begin[self._sub_group_of[self.optimizer_swapper.parameter_id(parameter)]]
         flat = self.grad_partitions_flat_buffer
@@ -42,8 +44,10 @@ class HostGradients:
         super().step(closure)
 
     def _refuse_overwritten_gradients(self) -> None:
-        """CPU offload takes the gradient of the last micro batch's parameters alone, and steps the others with their
-        previous one. For a parameter of earlier micro batches alone, the flat buffer no longer has it.
+        """Raise RuntimeError for a parameter that got a gradient in an earlier micro-batch but not in the last one.
+
+        CPU offload takes new gradients only for the parameters of the last micro-batch and steps all others with their
+        previous gradient. For such a parameter the flat buffer no longer has that previous gradient.
         """
         touched, self._in_earlier_micro_batches = self._in_earlier_micro_batches, {}
         for parameter in touched:

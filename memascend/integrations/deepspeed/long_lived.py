@@ -1,4 +1,4 @@
-"""Buffers that live as long as a training, registered with the tiers that are open (io_uring pins them once)."""
+"""Buffers that live as long as a training run, registered with the open tiers (io_uring pins them once)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ if TYPE_CHECKING:
 
 
 class LongLivedBuffers:
-    """The buffers of a store's users, each kept alive until it is removed. Thread-safe.
+    """The long-lived buffers of a store's users, each kept alive until it is removed. Thread-safe.
 
-    Finalizers may call it too, also while their thread is inside one of its methods: a collection can run anywhere.
+    Finalizers may call the methods too, even while their thread is inside one of them, because a garbage collection can
+    run at any point.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # taken last, so that whoever holds another lock may call
-        self._buffers: dict[int, tuple[torch.Tensor, object]] = {}  # by address, with whose it is
+        self._lock = threading.RLock()  # last in the lock order, so that callers may hold other locks
+        self._buffers: dict[int, tuple[torch.Tensor, object]] = {}  # (buffer, user) by address
         self._tiers: list[Tier] = []
         self._taken: set[int] = set()  # addresses that a tier has pinned
         self._pid = os.getpid()
 
     def add(self, tensor: torch.Tensor, user: object) -> None:
-        """Best effort: a tier that cannot pin it (another kind, the limit on locked memory) transfers all the same."""
+        """Register a buffer with all open tiers, and with those opened later.
+
+        A tier that cannot pin it (another kind of tier, the limit on locked memory) still transfers from and to it.
+        """
         if tensor.numel() == 0 or os.getpid() != self._pid:
             return
         with self._lock:
@@ -35,7 +39,7 @@ class LongLivedBuffers:
                 self._register(tier, tensor)
 
     def remove(self, tensor: torch.Tensor) -> None:
-        """When it returns, no tier knows the memory. No error where the buffer is not known, or in a forked child."""
+        """Unregister a buffer; on return no tier refers to its memory. No error if unknown, or in a forked child."""
         if os.getpid() == self._pid:
             self._remove(tensor.data_ptr())
 
@@ -52,7 +56,7 @@ class LongLivedBuffers:
                 self._register(tier, tensor)
 
     def closing(self, tier: Tier) -> None:
-        """Before it closes, which lets go of what it has pinned."""
+        """Forget a tier; must be called before it closes, which releases the memory that it has pinned."""
         with self._lock:
             self._tiers.remove(tier)
             if not self._tiers:
@@ -60,7 +64,7 @@ class LongLivedBuffers:
 
     @property
     def registered_bytes(self) -> int:
-        """Of the buffers that at least one open tier has pinned."""
+        """Bytes of the buffers that at least one open tier has pinned."""
         with self._lock:
             return sum(self._buffers[address][0].nbytes for address in self._taken)
 
@@ -68,7 +72,7 @@ class LongLivedBuffers:
         address = tensor.data_ptr()
         if tier.register(tensor):
             self._taken.add(address)
-        if address not in self._buffers:  # a finalizer has removed it meanwhile
+        if address not in self._buffers:  # a finalizer has removed it in the meantime
             tier.unregister(tensor)
             self._taken.discard(address)
 

@@ -1,8 +1,8 @@
-"""A training on DeepSpeed under instruments: what runs when, most memory of each phase, allocations, bytes of I/O.
+"""An instrumented training run on DeepSpeed: phases, peak memory of each phase, allocations, bytes of I/O.
 
-One rank, from a job (a dict): phases with CLOCK_MONOTONIC times, the kernel's high-water mark of each, allocation
-events, losses, the hash of the master weights. Who started the process samples its memory meanwhile
-(`memascend.memory.account` joins both). With a pair of descriptors in the job it takes a step whenever it is asked to.
+Runs one rank of a job (a dict) and records phases with CLOCK_MONOTONIC times, the kernel's high-water mark of each,
+allocation events, losses and the hash of the master weights. The parent process samples its memory at the same time
+(`memascend.memory.account` joins both). If the job has a pair of descriptors, steps are taken on request.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ EVALUATION_BATCHES = 4
 
 
 def warm_up_steps(steps: int) -> int:
-    """Steps before the steady state: the first makes the Adam states, the second the prefetcher's records."""
+    """Return the number of steps before the steady state: the first creates the Adam states, the second the
+    prefetcher's records."""
     return min(2, max(1, steps - 1))
 
 
 def schedule(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Points of a run, stack by stack: first and last step (from 1). The warm-up of a sweep is its first point's."""
+    """Return the points of a run, stack by stack, with first and last step (counted from 1).
+
+    In a sweep the warm-up steps are part of the first point.
+    """
     points = job["points"] or [[job["sequence"], job["batch"]]]
     sweep = bool(job["points"] or job["stacks"])
     out, last = [], warm_up_steps(3) if sweep else 0
@@ -49,7 +53,7 @@ def schedule(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Phases:
-    """Names what runs when; resets the kernel's high-water mark at each start and reads it at the end."""
+    """Records named phases; resets the kernel's high-water mark at the start of each and reads it at the end."""
 
     def __init__(self, set_role: Any, track_memory: bool, finish_device: Any = lambda: None) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -77,8 +81,10 @@ class Phases:
 
 
 def require_compiled_ops() -> None:
-    """DeepSpeed compiles missing ops on first use, for minutes and inside the measurement. RuntimeError, or ValueError
-    where it could not load them."""
+    """Raise RuntimeError for ops that are not compiled, and ValueError for ops that could not be loaded.
+
+    DeepSpeed would compile missing ops on first use, for minutes and inside the measurement.
+    """
     from deepspeed.accelerator import get_accelerator
 
     ops.refuse_abandoned_locks()
@@ -89,7 +95,7 @@ def require_compiled_ops() -> None:
 
 
 def import_everything() -> None:
-    """What takes seconds and is the same for every run: modules and DeepSpeed's compiled op."""
+    """Import modules and load DeepSpeed's compiled op, which takes seconds and is the same for every run."""
     ops.readable_architectures()
     require_compiled_ops()
     import deepspeed
@@ -125,13 +131,13 @@ def prepare_imports(job: dict[str, Any]) -> None:
 
 
 def drop_what_is_freed() -> None:
-    """Collect garbage and give freed heap back, so that the idle reading shows what is held."""
+    """Collect garbage and return freed heap to the system, so that an idle reading shows only memory in use."""
     gc.collect()
     trim_heap()
 
 
 class MeasuredTraining:
-    """A training run from a job; ``result`` is what goes to the result file."""
+    """A training run described by a job; ``result`` is the content of the result file."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
@@ -139,7 +145,7 @@ class MeasuredTraining:
         self.memory_mode = job["mode"] == "memory"
         self.points = schedule(job)
         self.steps = self.points[-1]["last_step"]
-        self.applied: Any = None  # the stack in use, where the job names any
+        self.applied: Any = None  # the stack in use, if the job names any
         self.recorder: Recorder | None = None
 
     def execute(self) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class MeasuredTraining:
         result["floor"] = read_status()
         if self.memory_mode:
             tracking.install()
-        on_gpu = job["device"] == "cuda"  # which holds what the device's role stands for elsewhere
+        on_gpu = job["device"] == "cuda"  # device memory is then the GPU's; on a CPU it is tracked by the device role
         set_role = tracking.set_role if self.memory_mode and not on_gpu else (lambda role: None)
         self.phases = Phases(set_role, self.memory_mode, torch.cuda.synchronize if on_gpu else lambda: None)
         how = {name: job[name] for name in ("minimum_swap_bytes", "gather_clone")}
@@ -186,7 +192,7 @@ class MeasuredTraining:
         ):
             model = causal_lm(job["model_config"], checkpointing="none" if job["stacks"] else job["checkpointing"])
         if job["matmul"] == "fp32":
-            # As a GPU's, rounded once; a CPU without 16-bit arithmetic takes five times as long for 16-bit products.
+            # Rounded once, as on a GPU; on a CPU without 16-bit arithmetic 16-bit products take five times as long.
             products_in_fp32(torch.float16, torch.bfloat16)
             self.result["shims"].append("matmul=fp32")
         with self.phases("init-engine", "host"):
@@ -197,7 +203,7 @@ class MeasuredTraining:
         return engine
 
     def _choose_stack(self, stack: dict[str, str]) -> None:
-        """Attention, loss and checkpointing from here on; offloaded checkpoints go to memory of the arm's own kind."""
+        """Switch attention, loss and checkpointing; offloaded checkpoints use the same kind of allocator as the arm."""
         from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
         from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
 
@@ -226,7 +232,7 @@ class MeasuredTraining:
             raise RuntimeError(f"no parameter is on NVMe: {why}")
 
     def _watch_overflow_check(self, set_role: Any) -> None:
-        """Time stamps around the check; its temporaries belong to the host."""
+        """Record time stamps around the overflow check and attribute its temporaries to the host."""
         optimizer = self.engine.optimizer
         check = optimizer.has_overflow
         self.result["overflow_checks"] = []
@@ -245,7 +251,7 @@ class MeasuredTraining:
         warm_up = warm_up_steps(self.steps)
         for point in self.points:
             if point["stack"] is not None:
-                self._choose_stack(point["stack"])  # a checkpoint store of its own, made at the first forward pass
+                self._choose_stack(point["stack"])  # its checkpoint store is allocated in the first forward pass
             for step in range(point["first_step"], point["last_step"] + 1):
                 self._step(step, point["sequence"], point["batch"])
                 if self.memory_mode and step in (warm_up, self.steps):
@@ -257,8 +263,10 @@ class MeasuredTraining:
         result["skipped_steps"] = int(self.engine.skipped_steps)
 
     def _step(self, step: int, sequence: int, batch: int, batches: int = 0) -> None:
-        """One training step (counted from 1), its phases named after it; of so many accumulated batches (0: of as many
-        as the configuration says, which is one)."""
+        """Take one training step (counted from 1), after which its phases are named.
+
+        `batches` is the number of accumulated batches (0: as configured, which is one).
+        """
         if batches:
             once = self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
             self.engine.set_train_batch_size(batches * once)
@@ -278,7 +286,7 @@ class MeasuredTraining:
         self.result["io_steps"].append(vars(self.enabled.io).copy())
 
     def _ids(self, sequence: int, batch: int, step: int, held_out: bool = False) -> Any:
-        """Token ids of one step; the last tenth of the text is held out for evaluation."""
+        """Return the token ids of one step; the last tenth of the text is reserved for evaluation (`held_out`)."""
         import numpy as np
         import torch
 
@@ -291,7 +299,7 @@ class MeasuredTraining:
         return ids.to(self.job["device"])
 
     def _evaluate(self, step: int, sequence: int, batch: int) -> None:
-        """Mean loss over the same held-out batches each time."""
+        """Record the mean loss over the same evaluation batches each time."""
         import torch
 
         losses = []
@@ -304,8 +312,11 @@ class MeasuredTraining:
         self.result.setdefault("evaluation", []).append({"step": step, "loss": sum(losses) / len(losses)})
 
     def _take_turns(self) -> None:
-        """Steps on request: a line with sequence, batch and perhaps how many batches are accumulated comes in, one with
-        what the step took goes out."""
+        """Take steps on request.
+
+        Each input line has the sequence length, the batch and optionally the number of accumulated batches; each output
+        line reports the step. A line "save FOLDER WAY" saves a checkpoint instead.
+        """
         self.result["points"] = []
         if self.job["record_step"]:
             from memascend.integrations.deepspeed.recorded import record_step
@@ -325,7 +336,8 @@ class MeasuredTraining:
                     took[f"{row['name'].partition('-')[2]}_s"] += row["seconds"]
                 took |= {name: io[name] for name in ("bytes_read", "bytes_written")}
                 if paths := self.enabled.store.paths_report() if self.enabled.store is not None else []:
-                    begin = time.monotonic()  # what others' steps would share the drives with; DeepSpeed leaves nothing
+                    # Writes left in flight would share the drives with steps of others; stock DeepSpeed leaves none.
+                    begin = time.monotonic()
                     self.engine.optimizer.optimizer_swapper.wait_written()
                     took["optimizer_s"] += time.monotonic() - begin
                     took["paths"] = [[path.bytes, path.rates.read, path.rates.write] for path in paths]
@@ -333,7 +345,7 @@ class MeasuredTraining:
         self.result["skipped_steps"] = int(self.engine.skipped_steps)
 
     def _save(self, folder: str, way: str) -> dict[str, Any]:
-        """A checkpoint whose swapped states are `referenced` where that can be, or `copied`: seconds, bytes written."""
+        """Save a checkpoint with swapped states `referenced` if possible, or `copied`; return seconds and bytes."""
         optimizer = self.engine.optimizer
         optimizer.settings = dataclasses.replace(optimizer.settings, prestage_checkpoints=way == "referenced")
         before, begin = written_bytes(), time.monotonic()
@@ -342,7 +354,7 @@ class MeasuredTraining:
         return {"seconds": seconds, "bytes_written": written_bytes() - before}
 
     def _without_waits(self) -> dict[str, Any]:
-        """Of a recorded step: seconds of the training's thread in which it did not wait for storage."""
+        """Return the seconds of a recorded step in which the training thread did not wait for storage."""
         if self.recorder is None:
             return {}
         events = self.recorder.take()
@@ -359,14 +371,14 @@ class MeasuredTraining:
         time.sleep(0.05)
         status, at_s = self._resident_now(), time.monotonic()
         if last:
-            drop_what_is_freed()  # only now: a step does not trim the heap either
+            drop_what_is_freed()  # only after the last reading, since a step does not trim the heap either
         reading = {"name": name, "at_s": at_s, "status": status, "trimmed": self._resident_now()}
         checked = verify_by_address(self.enabled.ledger.live())
         reading |= {"named": self._named_addresses(), "disagreeing": [c.entry.name for c in checked if not c.agrees]}
         self.result.setdefault("idle", []).append(reading)
 
     def _resident_now(self) -> dict[str, int]:
-        """Resident bytes; with several ranks proportional ones, read at one barrier, as the parent samples them."""
+        """Return resident bytes; with several ranks proportional ones, read at one barrier, as the parent does."""
         if self.job["ranks"] == 1:
             return read_status()
         import torch.distributed
@@ -377,7 +389,7 @@ class MeasuredTraining:
         return now
 
     def _named_addresses(self) -> dict[str, str]:
-        """Addresses of torch blocks that DeepSpeed holds in host memory, by owner."""
+        """Return the owners of DeepSpeed's torch blocks in host memory, by address."""
         optimizer, named = self.engine.optimizer, {}
 
         def note(tensor: Any, owner: str) -> None:
@@ -424,10 +436,10 @@ class MeasuredTraining:
             self.result[name] = getattr(swapper, name, 0)
         if self.enabled.store is not None:
             self.result["direct_io"] = self.enabled.store.direct
-            self.enabled.store.close()  # main ends without a teardown
+            self.enabled.store.close()  # because the main program ends without teardown
 
     def _fix_reading_of_016(self) -> None:
-        """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
+        """Make an argument optional that DeepSpeed 0.16 leaves out when it reads swapped master weights."""
         for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
             call = getattr(self.engine.optimizer, name)
             if inspect.signature(call).parameters["timer_names"].default is inspect.Parameter.empty:
@@ -442,12 +454,12 @@ class MeasuredTraining:
         for name, parameter in sorted(self.engine.module.named_parameters()):
             value = safe_get_full_fp32_param(parameter)
             digest.update(name.encode())
-            digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())  # numpy knows no bf16
+            digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())  # numpy has no bf16
         return digest.hexdigest()
 
 
 def transfers_of(events: list[Any]) -> list[list[Any]]:
-    """The update's, in the order of their ends: rank, direction, when they began and ended since it began, bytes."""
+    """Return the update's transfers by their end: rank, direction, begin and end (s since its begin), bytes."""
     update = [event for event in events if event.phase == "optimizer"]
     zero = min((event.begin_s for event in update if event.resource == MAIN), default=0.0)
     moved = sorted((event for event in update if event.resource in (READ, WRITE)), key=lambda event: event.end_s)

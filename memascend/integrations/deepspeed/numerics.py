@@ -1,10 +1,10 @@
 """``numerics: fast``: our norm and our AdamW in the ZeRO-3 step; ``exact`` (the default) leaves both to DeepSpeed.
 
-Exact keeps DeepSpeed's order of sums and its own AdamW, because ours is not bitwise equal to it: one fifth of the fp32
-weights differ by one unit in the last place after one step (ours takes 1 - beta in double, DeepSpeed in float).
+Exact keeps DeepSpeed's order of sums and its AdamW, because ours is not bitwise equal to it: one fifth of the fp32
+weights differ by one unit in the last place after one step (ours computes 1 - beta in double, DeepSpeed in float).
 
-Fast reads each gradient once for norm and overflow together, unscales and clips as AdamW reads the gradient, and, with
-bf16 states, rounds stochastically, so that updates under half a unit in the last place are not lost.
+Fast reads each gradient once for both norm and overflow, unscales and clips as AdamW reads the gradient, and, with bf16
+states, rounds stochastically, so that updates smaller than half a unit in the last place are not lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FastNumerics:
         return result.sum_squares.sqrt()
 
     def _local_overflow(self) -> bool:
-        """From the norm's pass, if it has seen every gradient; otherwise by a pass of its own."""
+        """Return the overflow found by the norm's pass if it has seen every gradient, else check in a separate pass."""
         if self._norm_saw_overflow:
             return True
         seen_all = not self._norm_elsewhere and len(self.norm_for_param_grads) >= self._normed_partitions
@@ -55,7 +55,7 @@ class FastNumerics:
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         self._grad_scale = 1.0
         if not self._swappable_optimizer_subgroup(sub_group_id):
-            super().unscale_and_clip_grads(sub_group_id, total_norm)  # in place: this gradient buffer is kept
+            super().unscale_and_clip_grads(sub_group_id, total_norm)  # in place, as this gradient buffer persists
             return
         scale = float(self.loss_scale)
         if self.clip_grad > 0.0:
@@ -90,14 +90,14 @@ class FastNumerics:
         )
 
     def _readable(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The gradient: in the flat buffer, which the kernel converts as it reads, or where DeepSpeed has it."""
+        """Return the gradient in the flat buffer, which the kernel converts as it reads, or DeepSpeed's, if any."""
         if self.unconverted_gradient is not None:
             return self.unconverted_gradient
         return None if param.grad is None else param.grad.data
 
 
 def _holds_elements(optimizer: Any, param: Any) -> bool:
-    """Whether this rank's partition of ``param`` is more than padding (DeepSpeed skips the others)."""
+    """Return whether this rank's partition of ``param`` is more than padding, which DeepSpeed skips."""
     if hasattr(optimizer, "_get_param_partition_rank"):
         rank = optimizer._get_param_partition_rank(param)
     else:  # 0.16 has one group of ranks for all parameters

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ ops: which of them it would compile on first use, and what its builder cannot read."""
+"""DeepSpeed's C++ ops: those that it would compile on first use, and settings that its builder cannot parse."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-NEEDED = ("async_io", "cpu_adam")  # what training with states on an SSD loads
+NEEDED = ("async_io", "cpu_adam")  # the ops that training with states on an SSD loads
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def not_compiled() -> list[str]:
-    """Those of NEEDED that DeepSpeed's accelerator of this process has neither from set-up nor from an earlier use.
+    """Return the NEEDED ops that are compiled neither by set-up nor by an earlier use for this process's accelerator.
 
-    Ops that are installed ready made are of one accelerator (``make setup``: the CPU); for another one DeepSpeed
-    compiles them on first use and keeps them in torch's folder of extensions.
+    Preinstalled ops are built for one accelerator (``make setup``: the CPU); for another one DeepSpeed compiles them on
+    first use and keeps them in torch's folder of extensions.
     """
     return [name for name in _loaded_by_torch() if not kept(name)]
 
 
 def _loaded_by_torch() -> list[str]:
-    """Those of NEEDED that are not installed ready made for this process's accelerator."""
+    """Return the NEEDED ops that are not preinstalled for this process's accelerator."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
@@ -35,12 +35,12 @@ def _loaded_by_torch() -> list[str]:
 
 
 def kept(name: str) -> bool:
-    """Whether an earlier use has compiled it, with this Python and CUDA; torch's folder of extensions is only read."""
+    """Return whether an earlier use compiled the op with this Python and CUDA; only looks into torch's folder."""
     return (_folder(name) / f"{name}.so").is_file()
 
 
 def refuse_abandoned_locks() -> None:
-    """ValueError for the lock of a compile that was killed: torch would wait for it for ever, without a word."""
+    """Raise ValueError for the lock of a killed compilation, for which torch would wait silently and forever."""
     for name in _loaded_by_torch():
         if lock := abandoned_lock(name):
             raise ValueError(
@@ -50,13 +50,13 @@ def refuse_abandoned_locks() -> None:
 
 
 def abandoned_lock(name: str) -> Path | None:
-    """The lock that stands in the folder of an op, if no process of this machine has it open."""
+    """Return the lock in the folder of an op if no process of this machine has it open, else None."""
     lock = _folder(name) / "lock"
     return lock if lock.exists() and not _is_open(lock) and lock.exists() else None
 
 
 def _is_open(path: Path) -> bool:
-    """By a process of this machine that we may look at: any of the same user, and all for root."""
+    """Return whether a process that we may inspect has the file open: those of the same user, or all for root."""
     place = str(path.resolve())
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _folder(name: str) -> Path:
-    """Where torch keeps what it has compiled for an op."""
+    """Return the folder in which torch keeps the compiled files of an op."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is None:
         cuda = torch.version.cuda
@@ -77,10 +77,10 @@ def _folder(name: str) -> Path:
 
 
 def readable_architectures(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Drop the letters of architectures such as 9.0a from TORCH_CUDA_ARCH_LIST.
+    """Remove the letters of architectures such as 9.0a from TORCH_CUDA_ARCH_LIST, in place.
 
-    Images for one GPU set them; DeepSpeed's builder (0.19.8) ends with ValueError at them. Its ops use no instruction
-    of the architecture-specific sets.
+    Container images for one GPU set them; DeepSpeed's builder (0.19.8) raises ValueError for them. Its ops use no
+    instructions of the architecture-specific sets.
     """
     if ARCHITECTURES in environment:
         environment[ARCHITECTURES] = re.sub(r"(\d+\.\d+)[af]\b", r"\1", environment[ARCHITECTURES])

@@ -1,7 +1,7 @@
-"""The ZeRO-3 optimizer with the overflow check of our choice; pool, settings and gradient buffer made from the module.
+"""The ZeRO-3 optimizer with a selectable overflow check, and pool, settings and gradient buffer from the module.
 
 Hook: ``stage3.DeepSpeedZeroOptimizer_Stage3``, replaced by a subclass (the engine imports it when it needs it). The
-subclass is put together from mixins; what they need to know is in one object, :class:`Stage3Settings`.
+subclass is composed of mixins, which share one settings object, :class:`Stage3Settings`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHECKS: dict[str, Callable[[torch.Tensor], bool]] = {
 
 
 def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type:
-    """Subclass of DeepSpeed's stage-3 optimizer. Raises RuntimeError where a hook has changed."""
+    """Return the subclass of DeepSpeed's stage-3 optimizer. Raises RuntimeError if a hook has changed."""
     bases: list[type] = [MemascendStage3, StorageUser]
     if settings.derived is not None:
         check_hooks(UNUSED_PARAMETER_HOOKS)
@@ -78,10 +78,10 @@ def checked_optimizer_class(stock_class: type, settings: Stage3Settings) -> type
 
 
 def local_overflow(check: str, gradients: torch.Tensor) -> bool:
-    """Whether ``gradients`` hold an infinite or NaN element, by the check of that name.
+    """Return whether ``gradients`` have an infinite or NaN element, by the check named ``check``.
 
-    Without an offloaded optimizer DeepSpeed keeps them on the accelerator, where the checks of ours for host memory are
-    one ``torch.aminmax``.
+    Without an offloaded optimizer DeepSpeed keeps them on the accelerator, where ``fused``, a check for host memory, is
+    replaced by one ``torch.aminmax``.
     """
     if check == "fused" and not gradients.is_cpu:
         check = "aminmax"
@@ -89,7 +89,7 @@ def local_overflow(check: str, gradients: torch.Tensor) -> bool:
 
 
 class MemascendStage3:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: derived settings, swap limit, overflow check."""
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` with derived settings, swap limit and overflow check."""
 
     settings: Stage3Settings
     unconverted_gradient: torch.Tensor | None = None
@@ -100,8 +100,11 @@ class MemascendStage3:
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_ds_offload(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Every parameter is partitioned when this ends, those of a model built outside ``zero.Init`` too, and none has
-        been gathered yet: now the swappers can size their pools."""
+        """Let the swappers size their pools after DeepSpeed's method.
+
+        By then every parameter is partitioned, including those of a model built outside ``zero.Init``, and none has
+        been gathered yet.
+        """
         offload = super().initialize_ds_offload(module, *args, **kwargs)
         self._swappers = _swappers_of(module)
         if self.settings.derived is not None:
@@ -115,8 +118,9 @@ class MemascendStage3:
             self.optimizer_swapper.min_aio_bytes = self.settings.minimum_swap_bytes
 
     def _partition_all_parameters(self) -> None:
-        """Before a step, partitions that were read ahead and not used go too: DeepSpeed would update the copies in
-        memory alone and leave the old weights on NVMe.
+        """Also release partitions that were read ahead and not used.
+
+        Otherwise the step would update only their copies in memory and leave the old weights on NVMe.
         """
         super()._partition_all_parameters()
         for swapper in self._swappers:
@@ -137,7 +141,7 @@ class MemascendStage3:
 
 
 def _swappers_of(module: torch.nn.Module) -> list[Any]:
-    """The parameter swappers of ``module``, each told of it."""
+    """Return the parameter swappers of ``module``, after each has adopted it."""
     swappers = {id(s): s for s in (getattr(p, "nvme_swapper", None) for p in module.parameters()) if s is not None}
     for swapper in swappers.values():
         if hasattr(swapper, "adopt_module"):

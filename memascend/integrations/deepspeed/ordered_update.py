@@ -1,8 +1,8 @@
-"""The order in which sub-groups are stepped, which no result depends on (MLP-Offload 3.2, cache-friendly order).
+"""The order in which sub-groups are updated, on which no result depends (MLP-Offload 3.2, cache-friendly order).
 
-DeepSpeed's ``step`` counts its sub-groups upwards. Here the places that it calls for each of them are told another one
-in its stead, so that the loop stays DeepSpeed's, and ``next_swappable_fp32_partitioned_groups``, by which it reads
-ahead, turns with them.
+DeepSpeed's ``step`` counts its sub-groups upwards. The methods that it calls for each sub-group are overridden here to
+map the index to another one, so that the loop stays DeepSpeed's. ``next_swappable_fp32_partitioned_groups``, by which
+it reads ahead, is reordered with them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from .stage3_settings import Stage3Settings
 
 
 class OrderedUpdate:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, before all others; its optimizer swapper is a
-    ``CachedSubGroupSwapper``.
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, before all other mixins, with a ``CachedSubGroupSwapper``.
 
-    The order turns after each update that was made, not after one that an overflow left out: the swapper has then what
-    the next one begins with.
+    The order is reversed after each update that was applied, but not after one skipped because of an overflow. The
+    swapper then already has the sub-groups with which the next update begins.
     """
 
     settings: Stage3Settings
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._descending = False
-        self._update_order: list[int] | None = None  # within a step
+        self._update_order: list[int] | None = None  # set only within a step
         self._update_begun = False
         super().__init__(*args, **kwargs)
 
@@ -79,7 +78,7 @@ class OrderedUpdate:
     def _release_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
         super()._release_sub_group(self._in_order(sub_group_id), timer_names)
 
-    # -- states on their paths, before they are looked for there -------------------------------------------------------
+    # -- states are written to their paths before they are read from there ---------------------------------------------
 
     def _settle(self) -> None:
         if self.swap_optimizer:

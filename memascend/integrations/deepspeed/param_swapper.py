@@ -1,12 +1,12 @@
-"""The parameter swapper over a buffer pool of ours (MemAscend IV-B, Fig. 6).
+"""The parameter swapper on top of our buffer pools (MemAscend IV-B, Fig. 6).
 
 Hook: module global ``partition_parameters.AsyncPartitionedParameterSwapper``. Leases, read-ahead and eviction are those
-of :class:`memascend.engine.WeightStream`; here DeepSpeed's calls become the stream's, and its parameters' states tell
-the stream what may lose its buffer.
+of :class:`memascend.engine.WeightStream`. This module translates DeepSpeed's calls to the stream's, and the states of
+its parameters to the decision which of them may lose their buffers.
 
-The swapper is built before any parameter exists. Until the ZeRO-3 optimizer knows the module and :meth:`adopt_module`
-makes the pool, partitions pass through staging buffers: one, while ``zero.Init`` partitions parameters one by one, and
-as many as are asked for where a model's initialisation gathers several.
+The swapper is constructed before any parameter exists. Until the ZeRO-3 optimizer has the module and
+:meth:`adopt_module` makes the pool, partitions pass through staging buffers: one while ``zero.Init`` partitions
+parameters one by one, and as many as requested if a model's initialisation gathers several.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .handle_storage import HandleStorage
 
 log = logging.getLogger("memascend")
 
-# DeepSpeed's count of the user's GatheredParameters contexts that a parameter is in (from 0.19 on).
+# DeepSpeed's count of the user's GatheredParameters contexts that contain a parameter (0.19 and later).
 _CONTEXTS = "_ds_z3_gathered_param_context_depth"
 
 
@@ -52,7 +52,7 @@ def pooled_swapper_class(
     minimum_swap_bytes: int | None,
     derived: DerivedSettings,
 ) -> type:
-    """A swapper class bound to this process's choices (DeepSpeed constructs it itself)."""
+    """Return a swapper class bound to this process's options, because DeepSpeed constructs the swapper itself."""
 
     class PooledParameterSwapper(_PooledParameterSwapper):
         _pool_kind, _allocator = pool_kind, allocator
@@ -69,7 +69,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     _derived: DerivedSettings
 
     def _configure_aio(self, ds_config: Any) -> None:
-        """Everything of the stock method but the one big tensor at its end."""
+        """Do as the stock method, except for the large buffer that it allocates at its end."""
         real_count = ds_config.zero_config.offload_param.buffer_count
         config = ds_config.zero_config.offload_param
         object.__setattr__(config, "buffer_count", 0)
@@ -79,14 +79,14 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             object.__setattr__(config, "buffer_count", real_count)
         self.param_buffer_count = real_count
         self.buffers = None
-        # Our engine takes any length; slots that are aligned as the device demands are transferred without a copy.
-        ours = isinstance(self.aio_read_handle, AioHandle)  # not where "aio.use_gds" asks for another module
+        # Our engine takes any length; slots with the alignment that the device requires are transferred without a copy.
+        ours = isinstance(self.aio_read_handle, AioHandle)  # false if "aio.use_gds" selects another module
         self.aligned_bytes = self.aio_read_handle.memory_alignment_bytes if ours else DEFAULT_ALIGNMENT_BYTES
         self.numel_alignment = self.aligned_bytes // self.swap_element_size
         self.aligned_elements_per_buffer = self._io_aligned_numel(self.elements_per_buffer)
         if self._minimum_swap_bytes is not None:
             self.min_aio_bytes = self._minimum_swap_bytes
-        # DeepSpeed keeps smaller parameters gathered for good: on NVMe they would hold their buffers for good, too.
+        # DeepSpeed keeps smaller parameters gathered permanently; on NVMe they would also occupy buffers permanently.
         self._kept_gathered_numel = ds_config.zero_config.param_persistence_threshold
         self._start_stream()
         if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
@@ -128,11 +128,11 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                 self.aio_read_handle.register(arena)
 
     def adopt_module(self, module: torch.nn.Module) -> None:
-        """Size the pool from the partitioned parameters of ``module``; frees the staging buffer."""
+        """Size the pool from the partitioned parameters of ``module``, and free the staging buffer."""
         if self.pool is not None:
             return
         blocks, outside = swapped_numels_by_block(module, self)
-        if not any(blocks) and not outside:  # all parameters are under the swap limit
+        if not any(blocks) and not outside:  # all parameters are below the swap limit
             return
         if self._pool_kind != "adaptive":
             largest = max(numel for part in (*blocks, outside) for numel in part)
@@ -147,11 +147,14 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             ", ".join(f"{c.count} x {c.numel}" for c in classes),
         )
 
-    # -- what the stream asks of us ---------------------------------------------------------------------------------
+    # -- interface to the stream ------------------------------------------------------------------------------------
 
     def use_of(self, key: int) -> Use:
-        """A partition that was read and is not gathered is idle. What is gathered has a copy on the device, and goes on
-        counting as read for DeepSpeed's prefetcher, which tells by that what is still gathered when it is used again.
+        """Return how the buffer of a parameter is used.
+
+        A partition that was read but is not gathered is idle. A gathered parameter has a copy on the device. It still
+        counts as read for DeepSpeed's prefetcher, which uses this to recognise parameters that are still gathered at
+        their next use.
         """
         param = self._read_in.get(key)
         if param is None or key in self.gathering:
@@ -159,7 +162,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         status = param.ds_status.name
         if status == "NOT_AVAILABLE":
             return Use.IDLE
-        in_context = getattr(param, _CONTEXTS, 0) > 0  # an update in there is written through the partition's buffer
+        in_context = getattr(param, _CONTEXTS, 0) > 0  # updates in a context are written through the partition's buffer
         covered = key in self._copies_noted or get_accelerator().is_synchronized_device()
         return Use.COPIED if status == "AVAILABLE" and covered and not in_context else Use.NEEDED
 
@@ -175,12 +178,12 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         return self._read_in.pop(key, None)
 
     def gathered(self, param: Any, event: Any) -> None:
-        """``event`` stands behind the copy of ``param`` to the device (called by :mod:`.gathers`)."""
+        """Note that ``event`` follows the copy of ``param`` to the device (called by :mod:`.gathers`)."""
         if param.ds_id in self._read_in:
             self.stream.copied(param.ds_id, event)
             self._copies_noted.add(param.ds_id)
 
-    # -- what DeepSpeed asks of a swapper ---------------------------------------------------------------------------
+    # -- DeepSpeed's interface of a swapper -------------------------------------------------------------------------
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
         partition = param.ds_tensor.ds_numel if numel is None else numel
@@ -191,7 +194,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         return self.stream.free_count()
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
-        """Buffer for the first partition of ``param`` (1-D, ``numel`` elements); written out and released at once."""
+        """Return a buffer (1-D, ``numel`` elements) for a new partition, to be written out and released at once."""
         key = param.ds_id
         self.param_id_to_numel[key], self._shapes[key] = numel, tuple(getattr(param, "ds_shape", (numel,)))
         self.stream.register(key, numel)
@@ -201,7 +204,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     def swap_in(
         self, params: list[Any], async_op: bool = True, swap_in_buffers: list[torch.Tensor] | None = None
     ) -> None:
-        """Read ``params``. A prefetch (``async_op``) takes those for which there is room and leaves the rest."""
+        """Read ``params``. A prefetch (``async_op``) reads only those for which buffers are free."""
         if swap_in_buffers is not None:
             raise ValueError("memascend: swap_in only takes buffers of its own pool; use swap_into_buffer for others")
         unique = {p.ds_id: p for p in params}
@@ -227,7 +230,10 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
-        """Read ``param`` into a buffer of the caller's; our engine takes any address and length, so no copy."""
+        """Read ``param`` into the caller's buffer, without a copy since our engine takes any address and length.
+
+        Raises RuntimeError if ``param`` is already in memory.
+        """
         if param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"memascend: parameter {param.ds_id} is already in memory")
         dest = dest_buffer.narrow(0, 0, self.param_id_to_numel[param.ds_id])
@@ -236,12 +242,12 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
         for param in params:
             self._forget(param.ds_id)
-            self.stream.drop(param.ds_id)  # a buffer that is still being read into is nobody else's until that ends
+            self.stream.drop(param.ds_id)  # a buffer that is still being read into is not reused before that ends
             param.ds_tensor.data = self.invalid_buffer.data
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def release_read_ahead(self) -> None:
-        """Give back the partitions in memory whose parameters are not gathered."""
+        """Release the partitions in memory whose parameters are not gathered."""
         self.remove_partition_and_release_buffers(
             [p for p in self._read_in.values() if p.ds_status.name == "NOT_AVAILABLE"]
         )
@@ -259,7 +265,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self.remove_partition_and_release_buffers(written)
 
     def swap_out_partitioned_params(self, dst_fp16_params: list[Any], src_fp32_params: list[torch.Tensor]) -> None:
-        """Write new weights (1-D each) through the buffer of ``reserve_partitioned_swap_space``."""
+        """Write new weights (1-D each) through the buffer of ``reserve_partitioned_swap_space``, and wait for them."""
         self.synchronize_writes()
         begin, writes = 0, []
         for param, source in zip(dst_fp16_params, src_fp32_params, strict=True):
@@ -273,13 +279,16 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
 
     def reserve_partitioned_swap_space(self, partition_num_elems: list[int]) -> None:
-        """Once for each optimizer over these parameters; the buffer of the one before goes."""
+        """Allocate the swap-out buffer, once per optimizer over these parameters; frees that of the previous one."""
         if self.partitioned_swap_buffer is not None:
             self.aio_write_handle.free_cpu_locked_tensor(self.partitioned_swap_buffer)
         super().reserve_partitioned_swap_space(partition_num_elems)
 
     def reserve_available_buffers(self) -> list[torch.Tensor]:
-        """All free buffers (``fast_init`` only; refused with the adaptive pool, see parts.py)."""
+        """Reserve and return all free buffers; only for ``fast_init``, which the adaptive pool does not support.
+
+        Raises ValueError with the adaptive pool.
+        """
         if not isinstance(self.pool, MonolithicBufferPool):
             raise ValueError(
                 "fast_init is not supported with the adaptive pool; set offload_optimizer.fast_init to false"
@@ -293,7 +302,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self.pool.release(key)
         self._reserved = []
 
-    # -- for the record ---------------------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------------------------
 
     @property
     def denied_prefetches(self) -> int:
@@ -321,7 +330,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
 
 
 def swapped_numels_by_block(module: torch.nn.Module, swapper: Any) -> tuple[list[list[int]], list[int]]:
-    """Partition sizes (elements) of the parameters on NVMe: per repeated block, and those outside of any block.
+    """Return the partition sizes (elements) of parameters on NVMe: per repeated block, and those outside of any block.
 
     Blocks are the members of the module's ``ModuleList`` with the most swapped elements (an HF decoder's layers).
     """

@@ -1,8 +1,9 @@
-"""``placement``: every host buffer of ZeRO-3 on the memory nodes that a policy names, by its class.
+"""``placement``: puts every host buffer of ZeRO-3 on the memory nodes that a policy names for its class.
 
-DeepSpeed makes masters by ``clone`` and moments by ``zeros_like``, in the CPU's default memory and without a hook. Here
-they are allocated before it needs them, by an allocator that places by class; what DeepSpeed pins (16-bit weights,
-gradients, small parameters, swap buffers) comes from that allocator already. Its own update works on them.
+DeepSpeed creates masters by ``clone`` and moments by ``zeros_like``, in the CPU's default memory and without a hook.
+Here they are allocated before it needs them, by an allocator that places by class; the buffers that DeepSpeed pins
+(16-bit weights, gradients, small parameters, swap buffers) come from that allocator already. DeepSpeed's own update
+works on them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .stage3_settings import Stage3Settings
 
 
 class PlacedStates:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` with an allocator of ours."""
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` that allocates states from our allocator."""
 
     settings: Stage3Settings
 
@@ -64,13 +65,13 @@ class PlacedStates:
                 yield index, master
 
     def _placed(self, index: int, master: torch.Tensor, owner: str) -> torch.Tensor:
-        """Zeros like a sub-group's master, where its class belongs."""
+        """Return zeros like a sub-group's master, on the nodes of the class ``owner``."""
         name = f"{owner} of sub-group {index}"
         return self.settings.allocator.allocate(master.numel(), master.dtype, name=name, owner=owner)
 
 
 def _sizes(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, int] | None:
-    """Bytes of one rank by class, where the optimizer is offloaded to the CPU; else None."""
+    """Return the bytes of one rank by class if the optimizer is offloaded to the CPU, else None."""
     offload = kwargs.get("offload_optimizer_config")
     if offload is None or str(getattr(offload.device, "value", offload.device)) != "cpu":
         return None

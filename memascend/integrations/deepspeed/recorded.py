@@ -1,4 +1,4 @@
-"""Events of DeepSpeed's step: its transfers, overflow check and updates of sub-groups."""
+"""Recording of DeepSpeed's step: its transfers, overflow check and updates of sub-groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["record_step"]
 
 
 def record_step(engine: Any, enabled: Any, recorder: Recorder) -> None:
-    """From now on, within the phases that the caller names. `enabled` is what `memascend.enable` has given."""
+    """Record all later steps, within the phases that the caller names. `enabled`: the result of `memascend.enable`."""
     optimizer = engine.optimizer
     enabled.io.recorder = recorder
     check, update = optimizer.has_overflow, optimizer._optimizer_step

@@ -1,4 +1,4 @@
-"""What the mixins that make up our ZeRO-3 optimizer are told."""
+"""Settings of the mixins that make up our ZeRO-3 optimizer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from .tier_options import NO_TIERS, TierOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Stage3Settings:
-    """One object for all of them, bound to the class as ``settings``.
+    """Settings shared by all mixins, bound to the class as ``settings``.
 
-    ``minimum_swap_bytes``: replaces DeepSpeed's 1 MiB below which it does not swap. ``derived`` fills in what the user
-    left out; None for DeepSpeed as it is, which is not corrected either. ``allocator`` keeps start-up and first step in
-    the memory of later ones; None leaves them to DeepSpeed. ``exact_checkpoints``: as :mod:`.checkpoint` installs them.
-    ``tiers``: over several paths the optimizer swapper is another one; ``before_update`` and ``end_of_update`` are
-        called around each update.
-    ``prestage_checkpoints``: states that a checkpoint can reference are not copied.
-    ``placement``: where ``allocator`` puts each class of buffers.
+    parts: the part that replaces each place of DeepSpeed.
+    minimum_swap_bytes: replaces DeepSpeed's limit of 1 MiB below which it does not swap.
+    derived: fills in settings that the user left out; None for stock DeepSpeed, which is not corrected either.
+    allocator: keeps start-up and first step within the memory of later steps; None leaves them to DeepSpeed.
+    exact_checkpoints: whether checkpoints are those of :mod:`.checkpoint`.
+    tiers: several paths, for which the optimizer swapper is another one.
+    before_update, end_of_update: called around each update over several paths.
+    placement: the nodes on which ``allocator`` places each class of buffers.
+    prestage_checkpoints: whether states that a checkpoint can reference are not copied.
     """
 
     parts: Parts

@@ -1,4 +1,4 @@
-"""DeepSpeed's own parts, called as DeepSpeed calls them: what a benchmark sets beside ours."""
+"""DeepSpeed's own parts, called as DeepSpeed calls them, for benchmarks that compare them with ours."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 def _choose_accelerator() -> None:
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find out, with a warning
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would detect the same, with a warning
 
 
 @contextlib.contextmanager
 def stage3_check() -> Iterator[Callable[[torch.Tensor], bool]]:
-    """A function that runs ZeRO-3's own `has_overflow` over a flat gradient buffer (1-D, floating point, on the CPU).
+    """Yield a function that runs ZeRO-3's own `has_overflow` on a flat gradient buffer (1-D, floating point, CPU).
 
-    It ends in DeepSpeed's all-reduce of the verdict. For that a process group of this one process lives as long as the
-    block does, unless there is one already. Raises ImportError without DeepSpeed.
+    The check ends with DeepSpeed's all-reduce of the result. For that a process group of this single process exists
+    inside the context, unless one is initialised already. Raises ImportError without DeepSpeed.
     """
     _choose_accelerator()
     from deepspeed import comm
@@ -34,7 +34,7 @@ def stage3_check() -> Iterator[Callable[[torch.Tensor], bool]]:
         group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
     try:
         comm.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-        # Not built as a training run builds it: no model, and of its fields those alone that the check reads.
+        # Not constructed as in a training run: it has no model, and only those fields that the check reads.
         optimizer = object.__new__(DeepSpeedZeroOptimizer_Stage3)
         optimizer.inf_or_nan_tracker = torch.zeros(1, dtype=torch.bool)
         optimizer.reduce_and_partition_stream = get_accelerator().default_stream()
@@ -58,9 +58,9 @@ def cpu_adam_step(
     exp_avg_sq: torch.Tensor,
     **options: Any,
 ) -> Callable[[], Any]:
-    """A function that does one step of DeepSpeedCPUAdam (AdamW mode) over these tensors, in place.
+    """Return a function that does one step of DeepSpeedCPUAdam (AdamW mode) on these tensors, in place.
 
-    `options`: lr, betas, eps, weight_decay. Raises ImportError without DeepSpeed, RuntimeError without its op.
+    `options`: lr, betas, eps, weight_decay. Raises ImportError without DeepSpeed, and RuntimeError without its op.
     """
     _choose_accelerator()
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -69,7 +69,7 @@ def cpu_adam_step(
     weight = torch.nn.Parameter(param)
     weight.grad = grad
     level = logger.level
-    logger.setLevel("WARNING")  # from INFO on the op prints to standard output, which is the benchmark's
+    logger.setLevel("WARNING")  # at INFO the op prints to standard output, which is reserved for the benchmark
     try:
         optimizer = DeepSpeedCPUAdam([weight], adamw_mode=True, **options)
     finally:

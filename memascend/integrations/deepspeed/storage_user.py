@@ -1,4 +1,4 @@
-"""The ZeRO-3 optimizer says how urgent its swapper's reads are, and gives up its storage when it is destroyed."""
+"""Mixin by which the ZeRO-3 optimizer sets the priority of its swapper's reads and releases its storage at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .swap_store import OPTIMIZER_READ
 
 
 class StorageUser:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``, with ``_swappers`` of the parameters."""
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` that uses ``_swappers``, the swappers of the parameters."""
 
     def _configure_tensor_swapping(self, *args: Any, **kwargs: Any) -> None:
         super()._configure_tensor_swapping(*args, **kwargs)
@@ -17,7 +17,7 @@ class StorageUser:
             handle.read_priority = OPTIMIZER_READ
 
     def destroy(self) -> None:
-        """Swapped states go at once. Parameters can still be gathered, until ``memascend.disable()``."""
+        """Erase swapped states at once. Parameters can still be gathered until ``memascend.disable()``."""
         super().destroy()
         for handle in _handles(getattr(self, "optimizer_swapper", None)):
             handle.close()

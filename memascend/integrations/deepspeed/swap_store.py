@@ -1,8 +1,9 @@
-"""DeepSpeed's swap files as tensors in a tier, under the same names (MemAscend IV-E).
+"""A store that keeps DeepSpeed's swap files as tensors in a tier, under the same names (MemAscend IV-E).
 
-DeepSpeed's swappers know files: a path for each tensor under ``<nvme_path>/zero_stage_3``, the same for every training
-of a model. :class:`SwapStore` keeps what they write there in a tier of this process, by path as the key: the direct
-engine's file, its devices, or a folder of files. Any other path (a checkpoint written through DeepNVMe) stays a file.
+DeepSpeed's swappers work with files: one path per tensor under ``<nvme_path>/zero_stage_3``, the same for every
+training run of a model. :class:`SwapStore` keeps these tensors in a tier of this process, with the path as the key: in
+the direct engine's file, on its devices, or in a folder of files. Any other path (a checkpoint written through
+DeepNVMe) stays a file.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ from memascend.storage.tier import Tier
 from .long_lived import LongLivedBuffers
 from .tier_options import NO_TIERS, TierOptions
 
-SWAP_FOLDER = "zero_stage_3"  # DeepSpeed's, in nvme_path
+SWAP_FOLDER = "zero_stage_3"  # DeepSpeed's folder in nvme_path
 
-# Whatever a device demands: older kernels do not say, and DeepSpeed's buffers and the plans are made so.
+# The smallest alignment, whatever a device reports: older kernels do not report one, and DeepSpeed's buffers and the
+# plans assume at least this.
 LEAST_ALIGNMENT_BYTES = 512
-# What forward and backward wait for goes first; nothing waits for a write until its buffer is needed again.
+# Reads for forward and backward come first; nothing waits for a write until its buffer is needed again.
 PARAMETER_READ, OPTIMIZER_READ, WRITE = 2, 1, 0
 
 
 def owner_name() -> str:
-    """What a swap file says of its owner: the program, and its rank among several."""
+    """Return the owner recorded in a swap file: the program and, with several ranks, its rank."""
     program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] not in ("", "-c") else "python"
     rank = os.environ.get("RANK")
     return (program if rank is None else f"{program}, rank {rank}").encode()[:200].decode(errors="ignore")
 
 
 def sub_group_of(path: str) -> str:
-    """What DeepSpeed calls the sub-group of a swap file: its master weights, moments and gradients lie together."""
+    """Return DeepSpeed's id of a swap file's sub-group, whose master weights, moments and gradients share a path."""
     name = os.path.basename(path)
     return name.partition("_gradient_")[0].removesuffix(".tensor.swp").rpartition("-")[2]
 
@@ -73,7 +75,7 @@ def _direct_tier(folder: Path, devices: Sequence[str], config: DirectEngineConfi
 
 
 class _Place:
-    """One tier, opened when first needed. Thread-safe."""
+    """A tier that is opened when first needed. Thread-safe."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class _Place:
         return self._tier
 
     def _book(self, address: int, nbytes: int) -> int:
-        """DeepSpeed reads into slices of its buffers, at any address: what such transfers go through is the host's."""
+        """Record a bounce buffer in the ledger; transfers to DeepSpeed's unaligned slices of buffers go through it."""
         return self._ledger.record(
             "bounce buffers", "nvme_engine_buffers", nbytes, allocator="direct engine", address=address
         )
@@ -158,7 +160,7 @@ class _Place:
 
 @dataclass(eq=False)
 class StoreUser:
-    """One I/O handle, as the store sees it: the tensors that it wrote, and whether its training is over."""
+    """An I/O handle that uses the store: the paths that it wrote, and whether its training is over (`idle`)."""
 
     paths: set[str] = field(default_factory=set)
     idle: bool = False
@@ -167,17 +169,18 @@ class StoreUser:
 class SwapStore:
     """The swapped tensors of this process, by path. Thread-safe.
 
-    It lives as long as somebody uses it: the tensors that a handle wrote are erased when it is detached or collected,
-    and the tiers close (threads, descriptors, files) when no handle is left, or after :meth:`retire` when the trainings
-    of all that are left are over.
+    The tensors that a handle wrote are erased when it is detached or collected. The tiers close (threads, descriptors,
+    files) when no handle is left, or, after :meth:`retire`, when the trainings of all remaining handles are over.
 
     Args:
-        folders: the ``nvme_path`` values; tensors under ``SWAP_FOLDER`` in one of them are the store's, and lie there.
-        ledger: where the engines' own buffers are booked, from their first use to ``close``.
-        devices: raw devices of one formatted store, in place of the folders.
-        kind: ``direct`` (one file or the devices, past the page cache), or ``file`` (a file for each tensor).
-        require_direct: the first transfer to a file system that refuses O_DIRECT fails; else the page cache is used.
-        tiers: several paths in place of the folders.
+        folders: the ``nvme_path`` values; tensors under ``SWAP_FOLDER`` in one of them belong to the store, which keeps
+            them in that folder.
+        io: settings of the I/O engines.
+        ledger: records the engines' own buffers, from their first use to ``close``.
+        devices: raw devices of one formatted store, instead of the folders.
+        kind: ``direct`` (one file or the devices, bypassing the page cache), or ``file`` (one file per tensor).
+        require_direct: fail at the first transfer to a file system without O_DIRECT, instead of using the page cache.
+        tiers: several paths instead of the folders.
     """
 
     def __init__(
@@ -197,8 +200,8 @@ class SwapStore:
         own = distinct[:1] if one else distinct
         places = [_Place(folder, kind, devices, io, ledger, self._buffers, require_direct, tiers) for folder in own]
         self._places = {f"{folder}{os.sep}": places[0 if one else i] for i, folder in enumerate(distinct)}
-        self._place_of: dict[str | os.PathLike[str], _Place] = {}  # of paths asked for before
-        self._lock = threading.Lock()  # of the users
+        self._place_of: dict[str | os.PathLike[str], _Place] = {}  # cache of earlier look-ups
+        self._lock = threading.Lock()  # guards the users
         self._users: set[StoreUser] = set()
         self._lost: deque[StoreUser] = deque()
         self._retired = False
@@ -214,13 +217,16 @@ class SwapStore:
         return place
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a tensor of this path is the store's."""
+        """Return whether a tensor of this path belongs to the store."""
         return self._place(path) is not None
 
     def write(
         self, path: str, tensor: torch.Tensor, offset: int = 0, *, priority: int = WRITE, user: StoreUser | None = None
     ) -> Completion:
-        """Write ``tensor`` (contiguous, on the CPU) under ``path``, which the store holds. Raises StorageError."""
+        """Write ``tensor`` (contiguous, on the CPU) under ``path``, which must belong to the store.
+
+        Returns the completion of the transfer. Raises StorageError.
+        """
         if user is not None:
             user.paths.add(path)
         return self._place(path).tier.write(path, tensor, offset=offset, priority=priority)
@@ -228,10 +234,11 @@ class SwapStore:
     def read(
         self, path: str, tensor: torch.Tensor, offset: int = 0, padding: int = 0, *, priority: int = PARAMETER_READ
     ) -> Completion:
-        """Fill ``tensor`` from what was written under ``path``. Raises ValueError.
+        """Fill ``tensor`` from the tensor stored under ``path``; return the completion. Raises ValueError.
 
-        Of its end, less than ``padding`` bytes may not be there, and are left as they are: DeepSpeed 0.16 writes a
-        tensor and reads it with the padding up to its alignment, which a file still has from an earlier write.
+        If the stored tensor is shorter by fewer than ``padding`` bytes, the rest of ``tensor`` is left unchanged:
+        DeepSpeed 0.16 writes a tensor without, and reads it with, the padding up to its alignment, which a file still
+        has from an earlier write.
         """
         tier = self._place(path).tier
         there = (tier.size_of(path) or 0) - offset
@@ -240,18 +247,18 @@ class SwapStore:
         return tier.read(path, tensor, offset=offset, priority=priority)
 
     def stage(self, path: str, target: Path) -> str | None:
-        """As :meth:`memascend.storage.tier.Tier.stage`, of the tensor under ``path``."""
+        """Do :meth:`memascend.storage.tier.Tier.stage` for the tensor under ``path``."""
         place = self._place(path)
         return None if place is None or place.open_tier is None else place.open_tier.stage(path, target)
 
     def share(self, path: str, nbytes: int, handle: int, at: int) -> bool:
-        """As :meth:`memascend.storage.tier.Tier.share`, of the tensor under ``path``, of at least ``nbytes``."""
+        """Do :meth:`memascend.storage.tier.Tier.share` for the tensor under ``path`` if it has at least ``nbytes``."""
         place = self._place(path)
         tier = None if place is None else place.open_tier
         return tier is not None and (tier.size_of(path) or 0) >= nbytes and tier.share(path, handle, at)
 
     def wait(self, transfers: Iterable[Completion]) -> None:
-        """Until all of ``transfers`` have ended, failed ones included. Then raises the first StorageError, if any."""
+        """Wait until all ``transfers`` have ended, failed ones included; then raise the first StorageError, if any."""
         failure: StorageError | None = None
         for transfer in transfers:
             try:
@@ -262,16 +269,16 @@ class SwapStore:
             raise failure
 
     def reserve(self, nvme_path: str | os.PathLike[str], more_bytes: int) -> None:
-        """Make ready for ``more_bytes`` to come to ``nvme_path``, so that a full disk is found now. StorageError."""
+        """Reserve ``more_bytes`` in ``nvme_path``, so that a full disk is found now. Raises StorageError."""
         self._places[f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}"].tier.reserve(more_bytes)
 
     def paths_report(self) -> list[PathReport]:
-        """Of each of several paths; empty without `tiers`, and before the first write."""
+        """Return a report on each of several paths; empty without `tiers`, and before the first write."""
         tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
         return [report for tier in tiers if isinstance(tier, MultiPathTier) for report in tier.report()]
 
     def observe_paths(self) -> None:
-        """At the end of a step: sub-groups follow the rates that their paths had."""
+        """Let sub-groups follow the rates of their paths; called at the end of a step."""
         for place in dict.fromkeys(self._places.values()):
             if isinstance(place.open_tier, MultiPathTier):
                 place.open_tier.observe()
@@ -284,50 +291,56 @@ class SwapStore:
 
     @property
     def direct(self) -> bool:
-        """False once tensors go through the page cache, since a folder's file system refuses O_DIRECT."""
+        """Whether all transfers bypass the page cache; False once a folder's file system has refused O_DIRECT."""
         tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
         return all(tier.direct for tier in tiers if tier is not None)
 
     @property
     def memory_alignment_bytes(self) -> int:
-        """What the devices demand of a buffer's address, or copy it (at least 512). Raises StorageError, OSError."""
+        """Alignment of a buffer's address, in bytes (at least 512), at which the devices need no copy.
+
+        Raises StorageError or OSError.
+        """
         asked = (place.memory_alignment_bytes() for place in dict.fromkeys(self._places.values()))
         return max(LEAST_ALIGNMENT_BYTES, *asked)
 
     @property
     def used_bytes(self) -> int:
-        """What the tensors take, whole units each; a file that grows is preallocated a little larger."""
+        """Bytes that the tensors occupy, in whole units each; a growing file is preallocated slightly larger."""
         tiers = [place.open_tier for place in dict.fromkeys(self._places.values())]
         return sum(tier.used_bytes for tier in tiers if tier is not None)
 
-    # -- buffers that live as long as a training -----------------------------------------------------------------------
+    # -- buffers that live as long as a training run -------------------------------------------------------------------
 
     def register(self, tensor: torch.Tensor, user: StoreUser) -> None:
-        """Pin a buffer of ``user`` for transfers, where tiers can. It is kept alive until :meth:`unregister`, or until
-        the training of ``user`` is over; forked children do not get its memory meanwhile."""
+        """Pin a buffer of ``user`` for transfers, in tiers that can.
+
+        The buffer is kept alive until :meth:`unregister`, or until the training of ``user`` is over; until then forked
+        children do not inherit its memory.
+        """
         if user in self._users:
             self._buffers.add(tensor, user)
 
     def unregister(self, tensor: torch.Tensor) -> None:
-        """When it returns, no tier knows the memory. No error for a buffer that was not registered."""
+        """Unregister a buffer; on return no tier refers to its memory. No error if it was not registered."""
         self._buffers.remove(tensor)
 
     @property
     def registered_bytes(self) -> int:
-        """Of the buffers that at least one open tier has pinned."""
+        """Bytes of the buffers that at least one open tier has pinned."""
         return self._buffers.registered_bytes
 
-    # -- who uses it ---------------------------------------------------------------------------------------------------
+    # -- users ---------------------------------------------------------------------------------------------------------
 
     def attach(self) -> StoreUser:
-        """A new user, until :meth:`detach`."""
+        """Add and return a new user, which stays until :meth:`detach`."""
         user = StoreUser()
         with self._lock:
             self._users.add(user)
         return user
 
     def detach(self, user: StoreUser) -> None:
-        """Its tensors are erased. Idempotent."""
+        """Remove a user and erase its tensors. Idempotent."""
         with self._lock:
             if user not in self._users:
                 return
@@ -339,7 +352,7 @@ class SwapStore:
             self._close_if_unused()
 
     def lose(self, user: StoreUser) -> None:
-        """As ``detach``, from a finalizer: that can run within any lock of its thread, so another one does the work."""
+        """Detach a user from a finalizer. Another thread does it, as the finalizer's thread may hold any lock."""
         self._lost.append(user)
         with contextlib.suppress(RuntimeError):  # at interpreter exit, where everything is closed anyway
             _thread.start_new_thread(self._detach_lost, ())
@@ -353,14 +366,14 @@ class SwapStore:
             self.detach(user)
 
     def end_training(self, user: StoreUser) -> None:
-        """The training of this user is over; what it wrote can still be read until :meth:`retire`."""
+        """Mark the training of this user as over; its tensors can still be read until :meth:`retire`."""
         with self._lock:
             user.idle = True
             self._buffers.remove_all_of(user)
             self._close_if_unused()
 
     def retire(self) -> None:
-        """No new training will use the store: it closes with the last that does."""
+        """Declare that no new training will use the store, which then closes with the last one that does."""
         with self._lock:
             self._retired = True
             self._close_if_unused()

@@ -1,7 +1,7 @@
-"""Swapped optimizer states into and out of a checkpoint, through the swapper's own I/O handle.
+"""Saving and loading of swapped optimizer states in checkpoints, through the swapper's own I/O handle.
 
-Whatever engine keeps the swapped tensors, each is read into one swap buffer and written to a file of its own, named as
-the swap file of stock DeepSpeed, and the other way round: no engine has to show files, and no more memory is needed.
+Each swapped tensor is read into one swap buffer and written to a separate file, named like the swap file of stock
+DeepSpeed; loading does the reverse. So no I/O engine has to expose files, and no additional memory is needed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from memascend.storage.byte_views import byte_view
 from memascend.storage.scratch import require_room
 
 MANIFEST = "manifest.json"
-_SWAP_SUFFIX = ".tensor.swp"  # of DeepSpeed's swap files: <ids of a sub-group>, or <moment>-<ids>
+_SWAP_SUFFIX = ".tensor.swp"  # suffix of DeepSpeed's swap files, named <ids of a sub-group> or <moment>-<ids>
 
 
 def require_transfers(ended: int, started: int, path: str) -> None:
-    """Raises RuntimeError unless as many transfers of an I/O handle have ended as were started."""
+    """Raise RuntimeError unless as many transfers of an I/O handle have ended as were started."""
     if ended != started:
         raise RuntimeError(
             f"memascend: {path}: {started} transfers were started, but {ended} completed: something else uses this "
@@ -35,7 +35,7 @@ def require_transfers(ended: int, started: int, path: str) -> None:
 
 
 def _transfer(handle: Any, call: str, buffer: torch.Tensor, path: str) -> None:
-    """One read or write of a swapped tensor, to its end. Raises StorageError, or RuntimeError from DeepNVMe."""
+    """Read or write one swapped tensor and wait for it. Raises StorageError, or RuntimeError from DeepNVMe."""
     if getattr(handle, call)(buffer, path, 0) != 0:
         raise RuntimeError(
             f"memascend: {call} of {path}, {buffer.nbytes} bytes, was refused by {type(handle).__name__}"
@@ -45,7 +45,7 @@ def _transfer(handle: Any, call: str, buffer: torch.Tensor, path: str) -> None:
 
 @dataclass
 class Exported:
-    """Bytes of swapped states in a checkpoint: copied, and referenced by how."""
+    """Bytes of swapped states in a checkpoint: those copied, and those referenced, by kind of reference."""
 
     copied_bytes: int = 0
     referenced_bytes: dict[str, int] = field(default_factory=dict)
@@ -57,7 +57,8 @@ class Exported:
             self.referenced_bytes[how] = self.referenced_bytes.get(how, 0) + nbytes
 
     def require_room(self, folder: Path) -> None:
-        """What is referenced takes its room when the next step writes anew: better now than in the middle of a step."""
+        """Raise now, not within a step, if the disk lacks space for the referenced bytes, which the next step writes
+        anew."""
         require_room(os.fspath(folder), sum(self.referenced_bytes.values()))
 
     def __str__(self) -> str:
@@ -66,21 +67,21 @@ class Exported:
 
 
 class ExactCheckpoints:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` over :class:`.unused_parameters.UnusedParameters`: a load restores
-    what an uninterrupted run would have, to the bit.
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` with checkpoints that restore an uninterrupted run's state exactly.
 
-    Stock, with an optimizer on NVMe, forgets the moments and step counts of swapped sub-groups, the sub-groups in
-    memory, and the loss scaler; and it cannot load parameters that are on NVMe when the optimizer is not.
+    Requires :class:`.unused_parameters.UnusedParameters`. With an optimizer on NVMe, stock DeepSpeed forgets the
+    moments and step counts of swapped sub-groups, the sub-groups in memory, and the loss scaler. It also cannot load
+    parameters that are on NVMe if the optimizer is not.
     """
 
     swapped_checkpoint: Path | None = None  # folder of this rank's swapped tensors while a checkpoint is loaded
 
     def export_swapped_states(self, folder: Path, *, copies: bool = False) -> Exported:
-        """Every swapped tensor of this rank as a file under ``folder``, with a manifest of sizes and checksums.
+        """Save every swapped tensor of this rank as a file in ``folder``, with a manifest of sizes and checksums.
 
-        What lies on the file system of ``folder`` is referenced where that can be, unless ``copies`` (MLP-Offload 3.3,
-        checkpoint pre-staging), and read once for its checksum. The caller syncs the folder.
-        Between optimizer steps only. Raises StorageError or OSError.
+        A tensor on the file system of ``folder`` is referenced if possible, unless ``copies`` (MLP-Offload 3.3,
+        checkpoint pre-staging), and read once for its checksum. The caller syncs the folder. Only valid between
+        optimizer steps. Raises StorageError or OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
         swapper = self.optimizer_swapper
@@ -100,7 +101,7 @@ class ExactCheckpoints:
                         entry = _write_file(target, buffer)
                 else:
                     with _swap_buffer(swapper, info) as buffer, target.open("rb") as file:
-                        data = byte_view(buffer)[: file.readinto(byte_view(buffer))]  # as a load reads it
+                        data = byte_view(buffer)[: file.readinto(byte_view(buffer))]  # the bytes that a load will read
                         entry = {"bytes": target.stat().st_size, "referenced": how, "crc32": zlib.crc32(data)}
                 done.add(how, entry["bytes"])
                 manifest[target.name] = {"numel": info.numel(), "dtype": str(swapper.dtype), **entry}
@@ -109,30 +110,31 @@ class ExactCheckpoints:
         return done
 
     def settle_states(self) -> None:
-        """What is swapped, if anything is, lies where :meth:`share_swapped` finds it, with nothing in flight."""
+        """Wait until all swapped states are stored where :meth:`share_swapped` finds them."""
         if self.optimizer_swapper is not None:
             self.optimizer_swapper.flush_gradients()
 
     def swapped_paths(self, index: int) -> dict[str, str]:
-        """Of a sub-group on NVMe: the swap files of its ``master`` and moments, by name."""
+        """Return the swap files of a sub-group on NVMe: those of its ``master`` and its moments, by name."""
         swapper = self.optimizer_swapper
         info = swapper.swap_params_info[swapper.parameter_id(self.fp32_partitioned_groups_flat[index])]
         master, *moments = info.get_swap_paths()
         return {"master": master} | {os.path.basename(path).partition("-")[0]: path for path in moments}
 
     def share_swapped(self, path: str, nbytes: int, handle: int, at: int) -> bool:
-        """Have an open file share ``nbytes`` of a swap file (:meth:`memascend.storage.tier.Tier.share`)."""
+        """Have an open file share ``nbytes`` of a swap file (:meth:`memascend.storage.tier.Tier.share`); return whether
+        it does."""
         own = getattr(getattr(self.optimizer_swapper, "aio_handle", None), "share", None)  # DeepNVMe's handle has none
         return own is not None and self.settings.prestage_checkpoints and own(path, nbytes, handle, at)
 
     def _rigid_state_dict(self) -> dict[str, Any]:
         for index, parameter in enumerate(self.fp32_partitioned_groups_flat):
-            if self._swappable_optimizer_subgroup(index):  # pipelined, they still point into buffers that others use
+            if self._swappable_optimizer_subgroup(index):  # pipelined ones still point into buffers now used by others
                 self.optimizer_swapper.swap_params_info[self.optimizer_swapper.parameter_id(parameter)].release_memory()
         return super()._rigid_state_dict()
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
-        if state_dict.get("ds_zero_partition_groups") is not None:  # expert placement: DeepSpeed's own, not swapped
+        if state_dict.get("ds_zero_partition_groups") is not None:  # expert placement is DeepSpeed's own, not swapped
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
             return
         self.loss_scaler = state_dict["loss_scaler"]
@@ -155,7 +157,7 @@ class ExactCheckpoints:
         replay_bias_corrections(self)
 
     def _release_swapped_in_parameters(self) -> None:
-        """Parameters that wait in a buffer of the pool are read again: what is in the buffer is the old weight."""
+        """Release parameters in buffers of the pool, so that they are read again: the buffers have the old weights."""
         for group in self.fp16_groups:
             for param in group:
                 if _is_on_nvme(param) and param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
@@ -167,10 +169,10 @@ class ExactCheckpoints:
         return json.loads(path.read_text()) if path and path.exists() else {}  # stock DeepSpeed writes none
 
     def _import_sub_group(self, index: int, manifest: dict[str, Any], saved_id: str) -> None:
-        """Master weights and moments from their files to the engine, and the 16-bit weights made from the masters.
+        """Load master weights and moments from their files into the engine, and derive the 16-bit weights.
 
-        ``saved_id``: the sub-group's in the names of the files. DeepSpeed counts parameters through all models of a
-        process, so a model that is not its first has other ids than the one that was saved.
+        ``saved_id`` is the sub-group's id in the names of the files. DeepSpeed numbers parameters across all models of
+        a process, so a model that is not the first one has other ids than the saved one.
         """
         swapper, parameter = self.optimizer_swapper, self.fp32_partitioned_groups_flat[index]
         info = swapper.swap_params_info[swapper.parameter_id(parameter)]
@@ -196,10 +198,10 @@ class ExactCheckpoints:
 
 
 def replay_bias_corrections(stage3: Any) -> None:
-    """Bring DeepSpeedCPUAdam's bias corrections to where an uninterrupted run has them.
+    """Bring DeepSpeedCPUAdam's bias corrections to the values of an uninterrupted run.
 
-    The C++ object keeps beta^t as a running float product, and takes pow() where the step jumps or the betas change;
-    the two differ in the last bit. So the calls are made again, on one element.
+    The C++ object keeps beta^t as a running float product, and uses pow() if the step jumps or the betas change; the
+    two differ in the last bit. Therefore the calls are repeated on one element.
     """
     adam = stage3.optimizer
     native = getattr(adam, "ds_opt_adam", None)
@@ -216,7 +218,7 @@ def replay_bias_corrections(stage3: Any) -> None:
     if len(set(calls)) == 1:
         last, *options = calls[0]
         calls = [(step, *options) for step in range(1, last + 1)]
-    else:  # every call of a round takes pow() then, and the last two rounds decide
+    else:  # every call of a step then uses pow(), so the last two steps determine the result
         calls = [(step - 1, *options) for step, *options in calls if step > 1] + calls
     one = [torch.zeros(1) for _ in range(4)]
     for step, beta1, beta2, eps, bias_correction in calls:
@@ -224,7 +226,7 @@ def replay_bias_corrections(stage3: Any) -> None:
 
 
 def read_frozen(param: Any) -> torch.Tensor:
-    """This rank's partition of a parameter that does not train, in memory, wherever it lies (1-D, 16-bit)."""
+    """Return a copy in memory of this rank's partition of a frozen parameter (1-D, 16-bit), from memory or NVMe."""
     if not _is_on_nvme(param) or param.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
         return param.ds_tensor.detach().cpu().clone()
     param.nvme_swapper.swap_in([param], async_op=False)
@@ -234,7 +236,7 @@ def read_frozen(param: Any) -> torch.Tensor:
 
 
 def write_frozen(param: Any, value: torch.Tensor) -> None:
-    """The other direction of :func:`read_frozen`; ``value`` has ``ds_numel`` elements."""
+    """Write this rank's partition of a frozen parameter, in memory or on NVMe; ``value`` has ``ds_numel`` elements."""
     if not _is_on_nvme(param):
         param.ds_tensor.data.copy_(value)
         return
@@ -256,7 +258,10 @@ def _is_on_nvme(param: Any) -> bool:
 
 @contextlib.contextmanager
 def _swap_buffer(swapper: Any, info: Any) -> Iterator[torch.Tensor]:
-    """One swap buffer for a tensor of ``info``, free again at the end, however that comes."""
+    """Yield one swap buffer for a tensor of ``info`` and free it at the end, also after an error.
+
+    Raises RuntimeError if all swap buffers are in use.
+    """
     numel = swapper._io_aligned_numel(info.numel())
     buffers = swapper.swap_buffer_manager.allocate(num_elems=numel, count=1, dtype=swapper.dtype)
     if buffers is None:
@@ -278,7 +283,7 @@ def _write_file(path: Path, tensor: torch.Tensor) -> dict[str, int]:
 
 
 def _read_file(path: Path, buffer: torch.Tensor, numel: int, expected: dict[str, Any] | None) -> None:
-    """Fill ``buffer`` from ``path``, at least ``numel`` elements; ValueError when it is not what was saved."""
+    """Fill ``buffer`` from ``path`` with at least ``numel`` elements. Raises ValueError if the file does not match."""
     same = "load it with the model, ranks, sub_group_size and optimizer_states that saved it"
     if expected is not None and (expected["numel"], expected["dtype"]) != (numel, str(buffer.dtype)):
         raise ValueError(

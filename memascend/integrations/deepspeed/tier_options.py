@@ -1,4 +1,4 @@
-"""The keys of the section "memascend" that lay swapped tensors over several drives (MLP-Offload)."""
+"""The keys of the section "memascend" that distribute swapped tensors over several drives (MLP-Offload)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ ORDERS = ("alternating", "ascending")
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """Where swapped tensors go in place of `nvme_path`, and how; without `tiers` the other keys are refused.
+    """Destinations of swapped tensors instead of `nvme_path`; without `tiers` the other keys are refused.
 
-    tiers: folders (of any file system) and formatted raw devices; each is a path of its own, without RAID.
+    tiers: folders (of any file system) and formatted raw devices; each is a separate path, without RAID.
     tier_placement: ``balanced`` makes the paths' times equal, ``as_published`` is MLP-Offload's Eq. 1, a list of
-        numbers is a ratio by hand.
-    tier_rehome: sub-groups follow the rates as they are observed.
-    tier_exclusive: one process at a time on a path; None: where several ranks share the machine.
-    sub_group_order: ``alternating`` turns the order of the update with each step, so that it begins with what the last
-        one left in host memory; ``ascending`` is DeepSpeed's, which leaves nothing there.
-    write_budget: what each folder may be written, ``300TB`` in all or ``0.5TB/day``; warned of from 80 % on, and with
-        ``write_budget_stops`` an error before the update after the one that went beyond it.
+        numbers is an explicit ratio.
+    tier_rehome: whether sub-groups move between paths to follow the observed rates.
+    tier_exclusive: whether only one process at a time uses a path; None: only if several ranks share the machine.
+    sub_group_order: ``alternating`` reverses the order of the update with each step, so that it begins with the
+        sub-groups that the last one left in host memory; ``ascending`` is DeepSpeed's order, which leaves none.
+    write_budget: bytes that may be written to each folder, ``300TB`` in total or ``0.5TB/day``. A warning is logged
+        from 80 % on.
+    write_budget_stops: whether an exceeded budget is an error, raised before the next update.
     """
 
     tiers: tuple[str, ...] = ()
@@ -85,7 +86,7 @@ NO_TIERS = TierOptions()
 
 
 def as_options(given: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has as lists, as tuples; with `tiers`, gradients stay in host memory unless the user says otherwise."""
+    """Convert JSON lists to tuples; with `tiers`, let gradients stay in host memory unless the user set the option."""
     given = dict(given)
     for name in ("tiers", "tier_placement"):
         if isinstance(given.get(name), list):
@@ -98,7 +99,7 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_beside_tiers(options: TierOptions, *, aio: str, devices: tuple[str, ...]) -> None:
-    """Refuse, in one line with the fix, what excludes several paths. Raises ValueError."""
+    """Raise ValueError, in one line with the fix, for options that exclude several paths."""
     if not options:
         return
     if devices:
@@ -118,7 +119,7 @@ def refuse_beside_tiers(options: TierOptions, *, aio: str, devices: tuple[str, .
 
 
 def check_paths(options: TierOptions) -> None:
-    """Refuse, in one line with the fix, folders and devices that cannot be used. Raises ValueError."""
+    """Raise ValueError, in one line with the fix, for folders and devices that cannot be used."""
     for path in options.tiers:
         if not _is_device(path):
             swap_folder(path, f'"{CONFIG_KEY}.tiers"')

@@ -1,10 +1,11 @@
-"""DeepSpeed's trace of a step: what modules fetch, in which order, recorded once and then taken for the prefetch.
+"""Invalidation of DeepSpeed's outdated traces.
 
-A parameter that is used outside of its module becomes one of the module's that uses it, when that first happens: in the
-first evaluation, perhaps (RWKV scales its blocks' weights there). The trace does not know it. With CPU offload nothing
-is missed, since all parameters have been prefetched by then; with NVMe the prefetch waits for the drive, and DeepSpeed
-ends with "tracing error". Here such a trace is given up, as DeepSpeed does where another module comes than was
-expected, and recorded anew.
+DeepSpeed records once in which order modules fetch their parameters, and uses this trace for the prefetch. A parameter
+that is used outside of its module is added to the module that uses it when that first happens, perhaps in the first
+evaluation (RWKV scales its blocks' weights there), so the trace does not contain it. With CPU offload nothing is
+missing, since all parameters have been prefetched by then. With NVMe the prefetch waits for the drive, and DeepSpeed
+ends with "tracing error". Here such a trace is invalidated and recorded again, as DeepSpeed itself does when modules
+come in an unexpected order.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (
     z3_leaf_module,
 )
 
-_TRACED = "parameters_traced_by_memascend"  # of a coordinator: numbers of each module's
+_TRACED = "parameters_traced_by_memascend"  # attribute of a coordinator: ids of each module's traced parameters
 
 
 def give_up_outdated_traces() -> Callable[[], None]:
-    """Returns what undoes it."""
+    """Invalidate a trace once a module's parameters differ from the traced ones; return a function that undoes this."""
     stock_record = PartitionedParameterCoordinator.record_parameters
     stock_prologue = PartitionedParameterCoordinator.trace_prologue
 

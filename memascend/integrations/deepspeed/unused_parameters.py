@@ -1,14 +1,15 @@
-"""Gradients of swapped sub-groups for parameters that got none in a step: what DeepSpeed has with CPU offload.
+"""Gradients of swapped sub-groups for parameters that got none in a step, as DeepSpeed has them with CPU offload.
 
-With CPU offload each sub-group has a gradient buffer for the whole training. It begins as zeros, a parameter's range is
-overwritten in the last micro batch of a step in which the parameter got a gradient, and the step scales the whole
-buffer in place. A parameter without a gradient (unused, or an expert without a token) is therefore stepped with zeros,
-or with its last gradient, scaled once more. Padding at a partition's end stays zero.
+With CPU offload each sub-group has a gradient buffer for the whole training run. It begins as zeros, a parameter's
+range is overwritten in the last micro-batch of a step if the parameter got a gradient, and the step scales the whole
+buffer in place. A parameter without a gradient (unused, or an expert without a token) is therefore updated with zeros,
+or with its last gradient, scaled once more. Padding at the end of a partition stays zero.
 
-DeepSpeed's swapper fills a buffer with what was swapped out and leaves the rest of it as the last sub-group left it;
-and a sub-group without any gradient has none, which ends in an AttributeError. Here the buffer is completed to what CPU
-offload's would hold: zeros where there never was a gradient, and the last one with the scale factors of the steps since
-it was made. The factors are replayed one by one, because a product of them would round differently.
+DeepSpeed's swapper fills a buffer with the gradients that were swapped out and leaves the rest of it as the last
+sub-group left it; a sub-group without any gradient has no buffer, which ends in an AttributeError. Here the buffer is
+completed to the contents that CPU offload would have: zeros where no gradient ever was, and elsewhere the last gradient
+with the scale factors of the steps since then. The factors are replayed one by one, because their product would round
+differently.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ from .swapped_states import require_transfers
 _SWAP_IN = inspect.signature(DeepSpeedZeroOptimizer_Stage3._optimizer_states_and_gradient_swap_in)
 _TIMERS_REQUIRED = _SWAP_IN.parameters["timer_names"].default is inspect.Parameter.empty
 
-Factor = float | torch.Tensor  # of one step: 1 / (loss scale and clipping)
+Factor = float | torch.Tensor  # scale factor of one step: 1 / (loss scale and clipping)
 
-# After so many replays a gradient is stored anew, with its factors applied. At a loss scale of 2^16 it is zero before.
+# After this many replays a gradient is stored again with its factors applied. At a loss scale of 2^16 it becomes zero
+# before that.
 _MOST_REPLAYS = 16
 
 
 class GradientPieces:
-    """The gradient of one swapped sub-group, as pieces of its flat buffer by their offset (elements).
+    """The gradient of one swapped sub-group, as pieces of its flat buffer by their offset (in elements).
 
-    Where a piece lies between steps is DeepSpeed's own bookkeeping, ``info``: in a swap file, or, where it is too small
-    to swap, in a tensor in memory. Not thread-safe.
+    DeepSpeed's own bookkeeping, ``info``, tracks where a piece is stored between steps: in a swap file, or in a tensor
+    in memory if it is too small to swap. Not thread-safe.
     """
 
     def __init__(self, swapper: Any, info: Any) -> None:
         self._swapper, self._info = swapper, info
         self._numels: dict[int, int] = {}
-        self._factors: dict[int, tuple[Factor, ...]] = {}  # of the steps since the piece was stored
-        self._new: set[int] = set()  # since the last step
-        self._views: set[int] = set()  # into a buffer that others write to
-        info.has_gradients = lambda: True  # every step takes one: a buffer for it is read into and counted
+        self._factors: dict[int, tuple[Factor, ...]] = {}  # scale factors of the steps since the piece was stored
+        self._new: set[int] = set()  # offsets stored since the last step
+        self._views: set[int] = set()  # offsets of views into a buffer that others write to
+        info.has_gradients = lambda: True  # every step needs a gradient, and so a buffer to read it into
         info.release_unswapped_gradients = lambda: None
 
     def store_by(self, swap_out: Callable[[], None], offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Take new gradients that DeepSpeed's ``swap_out`` puts away; small ones are copied, they are views."""
+        """Store new gradients by DeepSpeed's ``swap_out``; small ones, which it keeps as views, are copied."""
         kept = self._info.unswapped_gradients
         self._info.unswapped_gradients = {}
         swap_out()
@@ -65,7 +67,7 @@ class GradientPieces:
             self._note(offset, tensor.numel())
 
     def store_views(self, offsets: Sequence[int], views: Sequence[torch.Tensor]) -> None:
-        """Take new gradients that stay where they are, in ``views`` of a buffer that outlives the step."""
+        """Store new gradients as ``views`` of a buffer that outlives the step, without a copy."""
         for offset, _ in self._split(offsets, views):
             self._forget(offset)
         for offset, view in zip(offsets, views, strict=True):
@@ -74,7 +76,7 @@ class GradientPieces:
             self._note(offset, view.numel())
 
     def store(self, offset: int, values: torch.Tensor) -> None:
-        """Put ``values`` away as they are, in place of the piece at ``offset``; between the swapper's transfers."""
+        """Store ``values`` unscaled in place of the piece at ``offset``; call while the swapper transfers nothing."""
         self._forget(offset)
         for begin, part in self._split([offset], [values]):
             if self._swapper.is_swappable_tensor(tensor=part):
@@ -87,13 +89,13 @@ class GradientPieces:
             self._numels[begin], self._factors[begin] = part.numel(), ()
 
     def store_all(self, gradient: torch.Tensor) -> None:
-        """Put the whole ``gradient`` away, with the ranges that had no piece."""
+        """Store the whole ``gradient``, including the ranges that had no piece."""
         ranges = [*self._gaps(gradient.numel()), *((offset, offset + n) for offset, n in self._numels.items())]
         for begin, end in ranges:
             self.store(begin, gradient[begin:end])
 
     def complete(self, gradient: torch.Tensor) -> None:
-        """``gradient`` holds the stored pieces; make it what CPU offload's buffer holds before the step."""
+        """Complete ``gradient``, which has the stored pieces, to CPU offload's buffer as it is before the step."""
         for begin, end in self._gaps(gradient.numel()):
             gradient[begin:end].zero_()
         for offset, factors in self._factors.items():
@@ -101,7 +103,7 @@ class GradientPieces:
                 gradient.narrow(0, offset, self._numels[offset]).mul_(factor)
 
     def settle(self, gradient: torch.Tensor) -> None:
-        """Of the completed ``gradient``, forget old pieces that have become zeros, and store long replayed ones."""
+        """Forget old pieces of the completed ``gradient`` that are now zero; store those with many replays again."""
         for offset, factors in list(self._factors.items()):
             if not factors:
                 continue
@@ -112,18 +114,18 @@ class GradientPieces:
                 self.store(offset, piece)
 
     def scaled(self, factor: Factor) -> None:
-        """The step has scaled the gradient by ``factor``, which the next one has to do to what it finds stored."""
+        """Note that the step has scaled the gradient by ``factor``, which later steps must apply to stored pieces."""
         if factor != 1:
             self._factors = {offset: (*factors, factor) for offset, factors in self._factors.items()}
 
     def lie_in(self, flat: torch.Tensor) -> bool:
-        """Whether ``flat``, into which the views are, is the gradient as it is: `complete` would change nothing."""
+        """Return whether ``flat``, which the views point into, already equals the result of `complete`."""
         views = self._views.issuperset(self._numels) and not any(self._factors.values())
         return views and not any(flat[begin:end].any() for begin, end in self._gaps(flat.numel()))
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Meanwhile the swapper finds no gradient here, takes no buffer for it and copies nothing."""
+        """Hide the gradient from the swapper, which then takes no buffer for it and copies nothing."""
         info = self._info
         found = info.has_gradients, info.swapped_gradients, info.unswapped_gradients
         info.has_gradients, info.swapped_gradients, info.unswapped_gradients = (lambda: False), {}, {}
@@ -133,14 +135,14 @@ class GradientPieces:
             info.has_gradients, info.swapped_gradients, info.unswapped_gradients = found
 
     def is_old_view(self, offset: int) -> bool:
-        """Whether the piece at ``offset`` is a view that was stored before the last :meth:`end_of_step`."""
+        """Return whether the piece at ``offset`` is a view that was stored before the last :meth:`end_of_step`."""
         return offset in self._views - self._new
 
     def end_of_step(self) -> None:
         self._new.clear()
 
     def forget_all(self) -> None:
-        """As before the first gradient."""
+        """Return to the state before the first gradient."""
         for pieces in (self._numels, self._factors, self._new, self._views):
             pieces.clear()
         self._info.swapped_gradients, self._info.unswapped_gradients = {}, {}
@@ -155,7 +157,7 @@ class GradientPieces:
         self._views.discard(offset)
 
     def _split(self, offsets: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """As DeepSpeed does: what does not fill a unit of I/O at the end of a tensor is a small piece of its own."""
+        """Yield (offset, piece), split as DeepSpeed does: a tail shorter than a unit of I/O is a piece of its own."""
         parts, begins = self._swapper._adjust_for_misaligned_lengths(tensors=tensors, offsets=offsets)
         return zip(begins, parts, strict=True)
 
@@ -169,7 +171,7 @@ class GradientPieces:
             yield end, numel
 
     def _idle_handle(self) -> Any:
-        """The handle that writes, with nothing in flight: a pipelined swapper may still be writing the last states."""
+        """Return the writing handle with no transfer in flight; a pipelined swapper may still be writing states."""
         operations = getattr(self._swapper, "swap_ops", {})
         if operations.get("async_swap_out"):
             self._swapper._complete_swap_out("async_swap_out")
@@ -177,7 +179,7 @@ class GradientPieces:
 
 
 class UnusedParameters:
-    """Mixin for ``DeepSpeedZeroOptimizer_Stage3``: parameters that get no gradient train as with CPU offload."""
+    """Mixin for ``DeepSpeedZeroOptimizer_Stage3`` in which parameters without a gradient train as with CPU offload."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._pieces: dict[int, GradientPieces] = {}  # by sub-group
@@ -194,7 +196,7 @@ class UnusedParameters:
         swapper.swap_out_gradients = self._store_gradients
 
     def _store_gradients(self, parameter: Any, gradient_offsets: list[int], gradient_tensors: list[Any]) -> None:
-        """Stands in for the swapper's ``swap_out_gradients``."""
+        """Replace the swapper's ``swap_out_gradients``."""
 
         def swap_out() -> None:
             self._swap_out_gradients_of_stock(
@@ -219,7 +221,7 @@ class UnusedParameters:
             self._pieces[sub_group_id].settle(self.fp32_partitioned_groups_flat[sub_group_id].grad)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """DeepSpeed's arithmetic, with its factor kept."""
+        """Scale by DeepSpeed's arithmetic and remember the factor."""
         factor = self._factor_of_step(total_norm)
         self.fp32_partitioned_groups_flat[sub_group_id].grad.mul_(factor)
         self._note_scaling(sub_group_id, factor)
@@ -236,7 +238,7 @@ class UnusedParameters:
             self._pieces[sub_group_id].scaled(factor)
 
     def _writeback_swap_state(self, sub_group_id: int, write_opt_state: bool, write_gradients: bool) -> None:
-        """After ``safe_set_full_grad``: the buffer as it is, whichever parameter has been set."""
+        """Store the whole buffer after ``safe_set_full_grad``, whichever parameter has been set."""
         if write_gradients and sub_group_id in self._pieces:
             self._pieces[sub_group_id].store_all(self.fp32_partitioned_groups_flat[sub_group_id].grad)
             write_gradients = False
@@ -248,5 +250,5 @@ class UnusedParameters:
             pieces.end_of_step()
 
     def forget_gradients(self, sub_group_id: int) -> None:
-        """As in a fresh process: a checkpoint holds no gradients."""
+        """Forget a sub-group's gradients, as in a fresh process, because a checkpoint has none."""
         self._pieces[sub_group_id].forget_all()
