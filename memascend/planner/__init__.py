@@ -1,6 +1,6 @@
-"""What will fit, before a run: model specifications and host-memory plans.
+"""Planning before a run: model specifications and predictions of the host memory that it needs.
 
-Specifications and workloads need neither torch nor the extension; `plan` and `Plan` bring both in, on first use.
+Specifications and workloads need neither torch nor the extension; `plan` and `Plan` import both on first use.
 """
 
 from typing import TYPE_CHECKING, Any

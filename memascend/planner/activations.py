@@ -1,7 +1,7 @@
-"""Keep, recompute or offload: what becomes of each block's activations within a memory limit (SSDTrain, Fig. 7).
+"""The choice to keep, recompute or offload each block's activations within a memory limit (SSDTrain, Fig. 7).
 
-The simulator decides: mixes are simulated by the schedule of a system that lets the policies of blocks be chosen, and
-the fastest that fits is taken. No torch here.
+Mixes of policies are simulated with the schedule of a system whose block policies can be chosen, and the fastest one
+that fits is taken. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from memascend.planner.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Of the blocks in the order of forward: first those that are offloaded, which have most time to be stored, then
-    those that are computed again, last those that are kept, whose backward comes first.
+    """A mix of activation policies, as numbers of blocks, and the simulated step with it.
 
-    Blocks of a deep model that the simulator folds share a policy. `peak_bytes`: of saved activations on one GPU.
+    In the order of the forward pass, the first blocks are offloaded, since they have the most time to be stored; the
+    next ones are recomputed; the last ones are kept, since their backward comes first. Blocks of a deep model that the
+    simulator folds together share a policy. `peak_bytes`: peak of saved activations on one GPU.
     """
 
     offloaded: int
@@ -39,17 +40,17 @@ class Mix:
 
     @property
     def policy(self) -> ActivationPolicy:
-        """As `memascend train --activations` takes it."""
+        """The mix in the form that `memascend train --activations` takes."""
         return ActivationPolicy(((OFFLOAD, self.offloaded), (RECOMPUTE, self.recomputed), (KEEP, self.kept)))
 
 
 def groups_of(work: Workload) -> int:
-    """How many policies there are: blocks, or folds of neighbours."""
+    """Return the number of independent policies: that of blocks, or of groups of adjacent blocks folded together."""
     return (len(pieces(work)) - 2) // PIECES_PER_BLOCK
 
 
 class Mixes:
-    """Mixes of one work on one machine; each is simulated once."""
+    """The mixes of one workload on one machine; each is simulated at most once."""
 
     def __init__(self, work: Workload, machine: MachineSpec, calibrations: Calibrations | None = None) -> None:
         self.work, self.machine, self.costs = work, machine, calibrations
@@ -72,11 +73,14 @@ class Mixes:
         )
 
     def that_fit(self, limit_bytes: float) -> Iterator[Mix]:
-        """Every mix that does, but those that cannot be the fastest: with more blocks computed again than the products
-        of a step that was found already leave seconds for."""
+        """Yield every mix within `limit_bytes`, except those that cannot be the fastest.
+
+        The search stops once the recomputation alone takes longer than a step already found.
+        """
         best = float("inf")
         for recomputed in range(self.groups + 1):
-            if self.simulate(0, recomputed).seconds >= best:  # no transfers: nothing with as many is faster
+            # Without offloading there are no transfers, so no mix with as many recomputed blocks is faster.
+            if self.simulate(0, recomputed).seconds >= best:
                 return
             for offloaded in range(self.groups - recomputed + 1):
                 mix = self.simulate(offloaded, recomputed)
@@ -87,7 +91,7 @@ class Mixes:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`fastest` of the mixes that fit `room_bytes`, None where none does; beside it one policy for all blocks."""
+    """The fastest mix within `room_bytes` (None if none fits), and for comparison one policy for all blocks."""
 
     room_bytes: float
     fastest: Mix | None
@@ -97,8 +101,9 @@ class Choice:
 
 
 def choose(work: Workload, machine: MachineSpec, room_bytes: float, calibrations: Calibrations | None = None) -> Choice:
-    """The fastest step whose saved activations stay within `room_bytes` of one GPU; of equal seconds the one that
-    writes less. Raises ValueError where the machine lacks a rate.
+    """Return the fastest mix whose saved activations stay within `room_bytes` of one GPU.
+
+    Of equally fast mixes the one that writes less is taken. Raises ValueError if the machine lacks a required rate.
     """
     mixes = Mixes(work, machine, calibrations)
     found = list(mixes.that_fit(room_bytes))
@@ -112,7 +117,7 @@ def choose(work: Workload, machine: MachineSpec, room_bytes: float, calibrations
 
 
 def activation_room(work: Workload, gpu_bytes: float) -> float:
-    """What one GPU has left for saved activations beside weights, states and kernels."""
+    """Return the bytes of one GPU that are left for saved activations after weights, states and kernels."""
     from memascend.planner.gpu_memory import gpu_memory  # which imports torch
 
     rest = ("activations of", "logits", "activation checkpoints")

@@ -1,4 +1,4 @@
-"""`memascend plan`: arguments in, report out. Exit status 1 where the plan does not fit what was given."""
+"""`memascend plan`: from the command line to the report. The exit status is 1 if the plan exceeds a given limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 b
 
 
 def add_plan(commands: Any, probe: Callable[[Path | None], Any]) -> None:
-    """Register the subcommand. ``probe``: this machine, its SSD tried in the folder that is given."""
+    """Register the subcommand. ``probe`` measures this machine, and its SSD in the given folder."""
     parser = commands.add_parser(
         "plan",
         help="predict memory, step time and SSD writes of a run, and say whether it fits",
@@ -160,7 +160,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 to 10^8, for argparse."""
+    """Parse a whole number from 1 to 10^8, for argparse."""
     value = int(text) if text.isdecimal() else 0
     if not 1 <= value <= _LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"'{text}' is not a positive whole number up to {_LARGEST_COUNT:,}")
@@ -168,7 +168,7 @@ def count(text: str) -> int:
 
 
 def norm(text: str) -> float:
-    """A number of at least 0."""
+    """Parse a finite number of at least 0, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -179,7 +179,7 @@ def norm(text: str) -> float:
 
 
 def gib(text: str) -> float:
-    """A positive number of GiB, for argparse; a unit may be written (GiB, GB, MiB ...)."""
+    """Parse a positive amount of memory and return it in GiB, for argparse; a unit is optional (GiB, GB, MiB ...)."""
     try:
         value = float(text) if not text[-1:].isalpha() else parse_bytes(text) / _GIB
     except ValueError:
@@ -190,7 +190,7 @@ def gib(text: str) -> float:
 
 
 def factor(text: str) -> float:
-    """A number of at least 1."""
+    """Parse a finite number of at least 1, for argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -201,7 +201,7 @@ def factor(text: str) -> float:
 
 
 def terabytes(text: str) -> float:
-    """A positive number of TB, for argparse."""
+    """Parse a positive number of TB, for argparse."""
     return _positive(text, "TB")
 
 
@@ -216,7 +216,7 @@ def _positive(text: str, unit: str) -> float:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """(what to print, exit status)."""
+    """Run the command; return the text to print and the exit status."""
     from memascend.planner.host_budget import FLAGS, KEYS, require_host_memory
     from memascend.planner.limits import Limits
     from memascend.planner.plan_result import full_plan
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     return "\n".join([as_text(result), *notes]), status
 
 
-# What is planned where neither the command line nor a DeepSpeed configuration says more; train's defaults too.
+# Defaults without an option on the command line or a DeepSpeed configuration; the same as those of train.
 _PRESETS = {"batch": 1, "accumulate": 1, "dtype": "bf16", "states": "fp32", "gradients": "fp32", "system": "memascend"}
 _PRESETS |= {"clip": DEFAULT_CLIP} | {name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS}
 
@@ -261,12 +261,12 @@ def _workload(options: argparse.Namespace) -> Workload:
         if getattr(options, name) is None:
             setattr(options, name, preset)
     sizes = SwapSizes(io=io_settings({}, options.nvme))
-    others = {"sizes": sizes, "device": _device(options), "saves_meanwhile": True}  # as train does by default
+    others = {"sizes": sizes, "device": _device(options), "saves_meanwhile": True}  # the default of train
     return workload_asked_for(options, spec, options.context, options.gpus, **others)
 
 
 def _device(options: argparse.Namespace) -> str:
-    """What computes on the machine that is planned for."""
+    """Return what computes on the planned machine: `cuda` or `cpu`."""
     import torch
 
     if options.device == CPU and options.gpu_memory is not None:
@@ -276,7 +276,7 @@ def _device(options: argparse.Namespace) -> str:
 
 
 def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
-    """The run of the DeepSpeed JSON that --ds-config names."""
+    """Return the workload of the DeepSpeed JSON that --ds-config names."""
     from memascend.planner.from_config import Told, read_config, workload_of
 
     for name in ("system", "arm", "states", "gradients", "clip", "write_config"):
@@ -305,7 +305,7 @@ def _free_bytes(folder: Path | None) -> float | None:
 
 
 def testbeds() -> dict[str, Path]:
-    """The described machines, by name: `testbeds` beside this file is a link to those of hardware/."""
+    """Return the described machines by name. The folder `testbeds` next to this file links to those of hardware/."""
     folder = Path(__file__).parent / "testbeds"
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
@@ -329,7 +329,7 @@ def _machine(options: argparse.Namespace) -> Any:
 
 
 def _outputs(options: argparse.Namespace, result: Any) -> list[str]:
-    """Write the files that were asked for; a line about each."""
+    """Write the requested output files; return lines about them."""
     notes = []
     if options.write_config:
         from memascend.planner.ds_config import deepspeed_config, write_config
@@ -353,7 +353,7 @@ def _outputs(options: argparse.Namespace, result: Any) -> list[str]:
 
 
 def _train_line(options: argparse.Namespace) -> list[str]:
-    """The same run by `memascend train`, which configures DeepSpeed itself."""
+    """Return the command line of the same run with `memascend train`, which configures DeepSpeed itself."""
     given = {
         "--model": options.model,
         "--twin": options.twin if options.twin > 1 else None,

@@ -1,8 +1,8 @@
-"""Sizes that a run of ours derives from model and machine where the DeepSpeed configuration leaves them out.
+"""Sizes that our runs derive from model and machine if the DeepSpeed configuration leaves them out.
 
-Arithmetic alone, without torch and DeepSpeed: the drop-in fills them in, the planner plans with them. DeepSpeed's own
-defaults are sizes for one model and one machine: a sub-group of 1e9 parameters alone asks for 16 GB of optimizer
-buffers.
+This module is plain arithmetic without torch and DeepSpeed: the drop-in fills the sizes in, and the planner plans with
+them. DeepSpeed's own defaults suit one model and one machine: a sub-group of 1e9 parameters alone requires 16 GB of
+optimizer buffers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Transfers of 1 MiB saturate NVMe drives (MemAscend, Fig. 14); DeepNVMe's own default too.
+# Transfers of 1 MiB saturate NVMe drives (MemAscend, Fig. 14); this is also DeepNVMe's default.
 _BLOCK_BYTES = 1 << 20
 _MOST_IN_FLIGHT = 32
 # Sub-groups may exceed the largest tensor by this much before smaller ones are tried.
 _SLACK = 1.02
-STATES = 3  # buffers of one sub-group: master weights, two Adam moments
+STATES = 3  # buffers of one sub-group: master weights and two Adam moments
 STATES_AND_GRADIENT = STATES + 1
-_LEAST_CACHED = 3  # one sub-group that is written out, one that is updated, one that is read (MLP-Offload 4.1)
+_LEAST_CACHED = 3  # one sub-group being written, one being updated, one being read (MLP-Offload 4.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IoSettings:
-    """How requests go to the device: in blocks of ``block_bytes``, ``queue_depth`` at once in each of ``workers``."""
+    """I/O settings: requests of ``block_bytes``, with ``queue_depth`` in flight in each of ``workers`` threads."""
 
     block_bytes: int
     queue_depth: int
@@ -36,12 +36,15 @@ class IoSettings:
 
 
 def given(section: Any, key: str) -> bool:
-    """Whether the user set ``key`` in this section of the configuration; null and "auto" are left to us."""
+    """Return whether the user set ``key`` in this section of the configuration; null and "auto" count as not set."""
     return isinstance(section, Mapping) and section.get(key) not in (None, "auto")
 
 
 def io_settings(ds_config: Mapping[str, Any], folder: str | os.PathLike[str] | None) -> IoSettings:
-    """From the section ``aio`` where it says so, else from the cores and the queue of the device under ``folder``."""
+    """Return the I/O settings: those set in the section ``aio``, otherwise derived from the machine.
+
+    The derived ones depend on the CPU cores of this process and the request queue of the device under ``folder``.
+    """
     aio = ds_config.get("aio") or {}
     cores = len(os.sched_getaffinity(0))
     requests = _queue_limit(folder) if folder is not None else _MOST_IN_FLIGHT
@@ -53,7 +56,7 @@ def io_settings(ds_config: Mapping[str, Any], folder: str | os.PathLike[str] | N
 
 
 def _queue_limit(folder: str | os.PathLike[str]) -> int:
-    """Requests that the block device under ``folder`` queues; the usual 32 where there is none (tmpfs, network)."""
+    """Return the queue length of the block device under ``folder``; 32 if there is none (tmpfs, network)."""
     try:
         number = os.stat(folder).st_dev
         node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve(strict=True)
@@ -64,7 +67,7 @@ def _queue_limit(folder: str | os.PathLike[str]) -> int:
 
 
 def largest_sub_group(groups: Iterable[Sequence[int]], sub_group_size: int) -> int:
-    """Elements of the largest sub-group that DeepSpeed makes: one closes as soon as it holds ``sub_group_size``."""
+    """Return the elements of DeepSpeed's largest sub-group, which closes once it has ``sub_group_size`` elements."""
     largest = 0
     for group in groups:
         held = 0
@@ -77,10 +80,11 @@ def largest_sub_group(groups: Iterable[Sequence[int]], sub_group_size: int) -> i
 
 
 def sub_group_size(groups: Sequence[Sequence[int]]) -> int:
-    """The size with which no sub-group is (much) larger than the largest tensor, so that the buffers are that large.
+    """Return a sub-group size with which no sub-group is (much) larger than the largest tensor.
 
-    ``groups``: for each parameter group the sizes of a rank's partitions, in DeepSpeed's order. Larger sizes are
-    preferred: fewer, longer transfers.
+    The optimizer buffers are then about as large as that tensor. ``groups``: for each parameter group the sizes of a
+    rank's partitions in elements, in DeepSpeed's order. Larger sizes are preferred, since they lead to fewer, longer
+    transfers.
     """
     most = max((numel for group in groups for numel in group), default=1)
     candidates = [max(1, most >> shift) for shift in range(most.bit_length())]
@@ -93,41 +97,47 @@ PIPELINED = {"pipeline_read": True, "pipeline_write": True}  # keys of DeepSpeed
 
 
 def optimizer_buffers(offload_optimizer: Mapping[str, Any], swaps_gradients: bool = True) -> int:
-    """``buffer_count`` that AdamW on NVMe needs: the buffers of one sub-group, again for each pipelined direction.
+    """Return the ``buffer_count`` that AdamW on NVMe needs: one sub-group's buffers, plus as many per pipelined
+    direction.
 
-    ``offload_optimizer``: that section of the configuration. Gradients that are kept are read where they lie.
+    ``offload_optimizer``: that section of the configuration. Gradients that stay in host memory need no buffer, because
+    they are read in place.
     """
     stages = 1 + bool(offload_optimizer.get("pipeline_read")) + bool(offload_optimizer.get("pipeline_write"))
     return (STATES_AND_GRADIENT if swaps_gradients else STATES) * stages
 
 
 def cached_sub_groups_for(paths: int) -> int:
-    """Sub-groups in host memory that keep so many paths busy: on each one that is written and one that is read, and one
-    that is updated. On one path they are the three of MLP-Offload 4.1."""
+    """Return how many sub-groups in host memory keep ``paths`` paths busy.
+
+    On each path one sub-group is being written and one is being read, and one more is being updated. With one path
+    these are the three of MLP-Offload 4.1.
+    """
     return 2 * paths + 1
 
 
 def cached_sub_group_buffers(swaps_gradients: bool, held: int) -> int:
-    """``buffer_count`` for `held` sub-groups in host memory over several paths.
+    """Return the ``buffer_count`` for `held` sub-groups in host memory over several paths.
 
-    Gradients that are swapped lie beside the states, and go out in backward by one buffer more; gradients that are kept
-    are read where they lie.
+    Swapped gradients are stored next to the states, and need one more buffer to be written in backward. Gradients that
+    stay in host memory are read in place.
     """
     return held * STATES_AND_GRADIENT + 1 if swaps_gradients else held * STATES
 
 
 def cached_sub_groups_in(buffers: int, swaps_gradients: bool) -> int:
-    """Sub-groups that ``buffer_count`` = `buffers` holds: the other way round."""
+    """Return how many sub-groups fit into `buffers` buffers: the inverse of ``cached_sub_group_buffers``."""
     return (buffers - 1) // STATES_AND_GRADIENT if swaps_gradients else buffers // STATES
 
 
 def cached_sub_groups_within(
     left_bytes: int, *, gradient_bytes: int, buffer_bytes: int, sub_groups: int, swaps_gradients: bool
 ) -> int:
-    """Sub-groups over several paths that a host budget has room for: never fewer than three, nor more than there are.
+    """Return how many sub-groups over several paths fit into a host-memory budget: at least three, at most all.
 
-    ``left_bytes`` of the budget before the optimizer has taken any, of which the flat gradient buffer takes
-    ``gradient_bytes``; a fifth of the rest is left to what is made later. ``buffer_bytes``: of the largest sub-group.
+    ``left_bytes``: what is left of the budget before the optimizer allocates; the flat gradient buffer takes
+    ``gradient_bytes`` of it, and a fifth of the rest is reserved for later allocations. ``buffer_bytes``: one buffer of
+    the largest sub-group. ``sub_groups``: their total number.
     """
     room = 0.8 * (left_bytes - gradient_bytes) - (buffer_bytes if swaps_gradients else 0)
     each = (STATES_AND_GRADIENT if swaps_gradients else STATES) * buffer_bytes

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a plan: what `memascend.enable` takes as it is, or stock DeepSpeed for the other systems."""
+"""The DeepSpeed JSON of a plan: ready for `memascend.enable`, or for stock DeepSpeed with the other systems."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from memascend.planner.gpu_memory import PREFETCH_BUCKET, REDUCE_BUCKET
 from memascend.planner.options import MODEL_OPTIONS
 from memascend.planner.workload import Workload
 
-# One request of 1 MiB at a time is what both engines split a tensor into; 32 of them fill a drive (MemAscend IV-E).
+# Both engines split a tensor into requests of 1 MiB; 32 of them in flight saturate a drive (MemAscend IV-E).
 AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-# With DeepSpeed's own AdamW bf16 master weights lose small updates; ours rounds stochastically.
+# With DeepSpeed's own AdamW, bf16 master weights lose small updates; ours rounds stochastically.
 _BF16 = {"optimizer_states": "bf16", "numerics": "fast"}
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE_PARAMETERS = 1_000_000_000
 
 
 def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5) -> dict[str, Any]:
-    """Keys of the configuration that the plan describes. Thresholds are DeepSpeed's, divided by k^2 for a twin.
+    """Return the DeepSpeed configuration that the plan describes, as a dict.
 
-    Raises ValueError for a system that is not ZeRO stage 3.
+    Thresholds are DeepSpeed's, divided by k^2 for a twin. Raises ValueError for a system that is not ZeRO stage 3.
     """
     if not work.offloads:
         raise ValueError(
@@ -59,7 +59,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": True,
     }
-    if work.swaps and not work.arrangement.derives_sizes:  # what derives them asks the machine
+    if work.swaps and not work.arrangement.derives_sizes:  # otherwise they are derived from the machine at run time
         config["aio"] = AIO | {"intra_op_parallelism": 1}
     if work.arrangement.derives_sizes:
         config["memascend"] = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
@@ -74,7 +74,7 @@ def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
         in_memory = {"device": "cpu", "pin_memory": True}
         return {"offload_param": dict(in_memory), "offload_optimizer": dict(in_memory)}
     param = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True, "max_in_cpu": 0}
-    if not work.arrangement.derives_sizes:  # ours learns both from the model
+    if not work.arrangement.derives_sizes:  # ours derives both from the model
         parts = work.streamed()
         param |= {"buffer_count": parts.monolithic_count(), "buffer_size": parts.largest}
     optimizer = {
@@ -90,7 +90,10 @@ def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
 
 
 def write_config(config: dict[str, Any], path: Path, *, force: bool) -> None:
-    """Write the configuration as JSON, at once or not at all. FileExistsError, as ValueError, without `force`."""
+    """Write the configuration as JSON, atomically.
+
+    Raises ValueError if the file cannot be written, or exists and `force` is off.
+    """
     if path.exists() and not force:
         raise ValueError(f"{path} exists: --force replaces it, or name another file")
     if path.is_dir():

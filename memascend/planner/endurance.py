@@ -1,9 +1,10 @@
-"""Activations on SSDs: bytes per step, the write bandwidth that hides them, how long the drives live (SSDTrain, III-D).
+"""Activations on SSDs: bytes per step, the write bandwidth that hides them, and drive lifetime (SSDTrain, III-D).
 
-Everything is for one GPU, in bytes and seconds; closed forms, no torch. What a block saves and which times add up
-follow the authors' fork of llm-analysis (github.com/K-Wu/llm-analysis at 44495f6, examples/activation_size_estimate):
-16-bit tensors, FlashAttention, dropout masks, fp32 layer norms that sequence parallelism divides, too. The paper's text
-does not say that much, so a check against its numbers is calibrated, not held out.
+Everything is for one GPU, in bytes and seconds, with closed formulas and without torch. The saved tensors of a block
+and the times that add up follow the authors' fork of llm-analysis (github.com/K-Wu/llm-analysis at 44495f6,
+examples/activation_size_estimate): 16-bit tensors, FlashAttention, dropout masks, and fp32 layer norms that sequence
+parallelism divides as well. The paper's text is less specific, so a check against its numbers is calibrated rather than
+independent.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of matrices and embedding: 12 h^2 a block, V h once."""
+        """Parameters of matrices and embedding: 12 h^2 per block, plus V h."""
         return 12 * self.layers * self.hidden**2 + self.vocab * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """`tensor` GPUs share each block, `pipeline` stages share the blocks; data parallelism changes nothing here.
+    """`tensor` GPUs share each block, `pipeline` stages share the blocks; data parallelism does not matter here.
 
-    `gathers`: ZeRO-3, where each block's weights come over the network while the block before is computed.
+    `gathers`: whether ZeRO-3 gathers each block's weights over the network while the previous block is computed.
     """
 
     tensor: int = 1
@@ -56,7 +57,7 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one GPU. `flops_per_s` is what it reaches, not its peak."""
+    """Rates of one GPU. `flops_per_s` is the rate that it achieves, not its peak."""
 
     flops_per_s: float
     memory_bytes_per_s: float = 1.555e12  # A100 40 GB (NVIDIA's data sheet)
@@ -71,11 +72,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Drives:
-    """SSDs of one GPU and what their rating is worth for activations (III-D): all assumptions, each a field.
+    """The SSDs of one GPU, with the assumptions that turn their rating into lifetime writes of activations (III-D).
 
     rated_bytes: lifetime writes of one drive by its JESD rating. rating_waf, our_waf: write amplification in the rating
-    (random writes) and here (large sequential ones). retention_gain: how many more cycles flash takes where data must
-    last a day and not three years. The defaults are the paper's four Samsung 980 PRO 1 TB.
+    (random writes) and here (large sequential writes). retention_gain: factor of additional write cycles if data must
+    be retained for a day instead of three years. The defaults are the paper's four Samsung 980 PRO 1 TB.
     """
 
     count: int = 4
@@ -93,24 +94,25 @@ class Drives:
         return self.count * self.rated_bytes * self.rating_waf / self.our_waf * self.retention_gain
 
     def years(self, bytes_per_step: float, step_s: float) -> float:
-        """t_life = S_endurance t_step / S_activations; infinite where nothing is written."""
+        """Return the lifetime in years: t_life = S_endurance t_step / S_activations; infinite if nothing is written."""
         return self.lifetime_bytes * step_s / bytes_per_step / YEAR_S if bytes_per_step else float("inf")
 
 
 def block_bytes(model: Transformer, batch: int, tensor: int = 1) -> float:
-    """What one block saves for backward, for `batch` sequences: (41 s b h + 8 a s b) / t.
+    """Return the bytes that one block saves for backward, for `batch` sequences: (41 s b h + 8 a s b) / t.
 
-    Inputs, queries, keys and values of attention 10 sbh, its output and log-sums 4 sbh + 8 a s b, projection and masks
-    3 sbh, feed-forward 16 sbh, two norms in fp32 8 sbh.
+    These are inputs, queries, keys and values of attention (10 sbh), its output and log-sums (4 sbh + 8 a s b),
+    projection and masks (3 sbh), the feed-forward (16 sbh), and two norms in fp32 (8 sbh).
     """
     tokens = model.context * batch
     return (41 * tokens * model.hidden + 8 * model.heads * tokens) / tensor
 
 
 def activation_bytes(model: Transformer, batch: int, parallel: Parallelism | None = None) -> float:
-    """Of one micro batch on one GPU: its blocks, and embedding, last norm and 16-bit logits shared out among stages.
+    """Return the activation bytes of one micro-batch on one GPU.
 
-    Table III is this for t = 2: L (20.5 sbh + 4 a s b) + 3 sbh + V s b.
+    They include the blocks, and embedding, last norm and 16-bit logits, all divided among the pipeline stages. Table
+    III is this for t = 2: L (20.5 sbh + 4 a s b) + 3 sbh + V s b.
     """
     parallel = parallel or Parallelism()
     tokens = model.context * batch
@@ -119,9 +121,10 @@ def activation_bytes(model: Transformer, batch: int, parallel: Parallelism | Non
 
 
 def forward_s(model: Transformer, batch: int, rates: Rates, parallel: Parallelism | None = None) -> float:
-    """Of one micro batch: products, two norms and two all-reduces a block, or its gather if that takes longer; logits.
+    """Return the seconds of one micro-batch's forward pass.
 
-    24 s b h^2 + 4 s^2 b h operations per block. A stage has 1/p of it.
+    Each block takes its products (24 s b h^2 + 4 s^2 b h operations), two norms and two all-reduces, or the gather of
+    its weights if that takes longer. The logits are added, and a pipeline stage takes 1/p of the total.
     """
     parallel = parallel or Parallelism()
     tokens, shared = model.context * batch, parallel.tensor
@@ -138,15 +141,17 @@ def forward_s(model: Transformer, batch: int, rates: Rates, parallel: Parallelis
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Of one micro batch, which repeats: its bytes, the seconds of its forward and backward pass (3 T_fwd), and what
-    follows."""
+    """Activations and time of one micro-batch.
+
+    `activation_bytes`: bytes that it saves. `step_s`: seconds of its forward and backward pass (3 T_fwd).
+    """
 
     activation_bytes: float
     step_s: float
 
     @property
     def write_bytes_per_s(self) -> float:
-        """So that writing takes half of the step: activations / (t_step / 2)."""
+        """Bandwidth with which writing takes half of the step: activations / (t_step / 2)."""
         return self.activation_bytes / (self.step_s / 2)
 
     def years(self, drives: Drives | None = None) -> float:
@@ -154,7 +159,7 @@ class Projection:
 
 
 def projection(model: Transformer, batch: int, rates: Rates, parallel: Parallelism | None = None) -> Projection:
-    """Activations, required write bandwidth and life of drives where all activations go to SSDs."""
+    """Return activations, required write bandwidth and drive lifetime if all activations go to SSDs."""
     return Projection(
         activation_bytes=activation_bytes(model, batch, parallel),
         step_s=3 * forward_s(model, batch, rates, parallel),
@@ -169,9 +174,10 @@ def largest_micro_batch(
     resident_blocks: int = 2,
     state_bytes: float = 0.0,
 ) -> int:
-    """Sequences whose activations of `resident_blocks` fit one GPU beside `state_bytes` of weights and states; 0: none.
+    """Return how many sequences fit one GPU if the activations of all but `resident_blocks` blocks are on SSDs.
 
-    With all other blocks on SSDs (the diamonds of Fig. 5).
+    `gpu_bytes` must hold those activations and `state_bytes` of weights and states. 0 if not even one sequence fits.
+    These are the diamonds of Fig. 5.
     """
     parallel = parallel or Parallelism()
     return max(0, int((gpu_bytes - state_bytes) // (resident_blocks * block_bytes(model, 1, parallel.tensor))))

@@ -1,8 +1,8 @@
-"""Host memory of a training run before it runs, as a ledger.
+"""Prediction of a training run's host memory as a ledger.
 
-A plan constructs the buffers of a run with the run's own classes (`memascend.memory`), over an allocator that only
-counts; what they add up to is then arithmetic on entries, and there is no entry called *other*. It describes the worst
-instant of a steady training step: everything here is alive during the overflow check.
+A plan constructs the buffers of a run with the run's own classes (`memascend.memory`), on an allocator that only counts
+bytes. Totals are sums of ledger entries, and no entry is called *other*. The plan describes the memory peak of a steady
+training step: everything in it is alive during the overflow check.
 
 Sources: MemAscend sections III, IV and V-A, Eq. 1, Fig. 8; DeepSpeed's buffers as its source allocates them
 (runtime/zero/stage3.py, runtime/swap_tensor/).
@@ -39,8 +39,9 @@ from memascend.storage.direct_engine import swapping_config
 
 GIB = 2**30
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
-# What the interpreter, libraries and Python objects take: the 1.63 GiB that Fig. 8 leaves to MemAscend as "pinned
-# memory overhead", whose allocator has none. It does not scale with a twin, and judges no row that it was taken from.
+# Memory of the interpreter, libraries and Python objects: the 1.63 GiB that Fig. 8 attributes to MemAscend as "pinned
+# memory overhead", although its allocator has none. It does not scale with a twin, and the rows that it was derived
+# from are not judged with it.
 PROCESS_OVERHEAD_BYTES = round(PROCESS_OVERHEAD.value * GIB)
 CPU_PROCESS_OVERHEAD_BYTES = round(CPU_PROCESS_OVERHEAD.value * GIB)
 OWNER_METRICS = {
@@ -71,7 +72,7 @@ DEVICE_PEAK = "peak device memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The ledger of one configuration, and what it adds up to. Bytes are summed over all ranks of one machine."""
+    """The ledger of one configuration, and its totals. Bytes are summed over all ranks of one machine."""
 
     work: Workload
     entries: tuple[LedgerEntry, ...]
@@ -85,26 +86,27 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory at the worst instant, the process itself included."""
+        """Host memory at its peak, including the process itself."""
         return sum(e.reserved_bytes for e in self.entries if e.role == HOST)
 
     @property
     def host_net_bytes(self) -> int:
-        """The same without the process: what a measured host peak, net of its baseline, is compared with."""
+        """Host memory at its peak without the process, for comparison with a measured peak net of its baseline."""
         return self.host_bytes - self.requested_bytes("process")
 
     @property
     def device_bytes(self) -> int:
-        """What the plan knows to lie in GPU memory (model states of systems that keep them there; no activations)."""
+        """The plan's entries in GPU memory: model states of systems that keep them there, without activations."""
         return sum(e.reserved_bytes for e in self.entries if e.role == DEVICE)
 
     def components(self) -> dict[str, int]:
-        """Bytes by the names of Fig. 8; their sum is `host_bytes`. Rounding is a component of its own."""
+        """Return the bytes by the names of Fig. 8; they sum to `host_bytes`. Rounding is a separate component."""
         out: dict[str, int] = {}
         rounding = 0
         for entry in self.entries:
             if entry.role == HOST:
-                metric = OWNER_METRICS.get(entry.owner, entry.owner.replace("_", " "))  # a system's own class
+                # An owner without an entry is a class of the system's own.
+                metric = OWNER_METRICS.get(entry.owner, entry.owner.replace("_", " "))
                 out[metric] = out.get(metric, 0) + entry.requested_bytes
                 rounding += entry.reserved_bytes - entry.requested_bytes
         out[PINNED_OVERHEAD] = rounding
@@ -112,10 +114,10 @@ class Plan:
 
 
 def plan(work: Workload, *, process_overhead: bool = True) -> Plan:
-    """Build a run's buffers over a counting allocator and return their ledger.
+    """Build a run's buffers on a counting allocator and return their ledger.
 
-    `process_overhead`: with the process itself and, on a CPU, what the computation takes; otherwise buffers alone.
-    Raises ValueError, in one line, where nothing of the model is large enough to stream.
+    `process_overhead`: include the process itself and, on a CPU, the tensors of the computation. Raises a one-line
+    ValueError if no tensor of the model is large enough to stream.
     """
     ledger, system = Ledger(), systems.load(work.system)
     for rank in range(work.ranks):
@@ -133,7 +135,7 @@ def plan(work: Workload, *, process_overhead: bool = True) -> Plan:
 
 
 class _Counting(CountingAllocator):
-    """A counting allocator of one rank, whose number stands in the names of its entries."""
+    """A counting allocator of one rank, which adds the rank's number to the names of its entries."""
 
     def __init__(self, policy: str, ledger: Ledger, named: Callable[[str], str]) -> None:
         super().__init__(policy, ledger)
@@ -153,9 +155,9 @@ class _Counting(CountingAllocator):
 
 
 class RankFootprint:
-    """One rank of a run; its methods build its buffers as a run does, in `memascend.memory` and `.activation`.
+    """One rank of a run. Its methods build the buffers as a run does, with `memascend.memory` and `.activation`.
 
-    A system's `footprint` calls those that it needs, and `pageable` for what torch's default allocator gives.
+    A system's `footprint` calls the methods that it needs, and `pageable` for memory from torch's default allocator.
     """
 
     def __init__(self, work: Workload, ledger: Ledger, rank: int) -> None:
@@ -169,11 +171,11 @@ class RankFootprint:
         return name if self.work.ranks == 1 else f"{name}, rank {self._rank}"
 
     def pageable(self, name: str, owner: str, requested_bytes: int, role: str = HOST) -> None:
-        """Book memory that torch's default allocator gives: exact, not locked."""
+        """Record memory from torch's default allocator: exact sizes, not locked."""
         self.ledger.record(self.named(name), owner, requested_bytes, role=role, allocator="torch (pageable)")
 
     def parameter_pool(self) -> None:
-        """The pool of Fig. 11: uniform buffers of the largest tensor, or MemAscend's exact classes (IV-B)."""
+        """Build the pool of Fig. 11: uniform buffers of the largest tensor, or MemAscend's exact classes (IV-B)."""
         work, parts = self.work, self.work.streamed()
         if work.arrangement.pool == "adaptive":
             classes = adaptive_pool_classes(parts.blocks, parts.outside, work.blocks_in_flight)
@@ -188,7 +190,10 @@ class RankFootprint:
         )
 
     def optimizer_swap(self) -> None:
-        """Buffers in the states' dtype and a swap-out buffer in the parameters', each of the largest sub-group."""
+        """Build the optimizer's swap buffers, each of the size of the largest sub-group.
+
+        The buffers have the dtype of the states, and the swap-out buffer has that of the parameters.
+        """
         largest = max(self.work.sub_groups(), key=sum)
         optimizer_buffers(self.swapped, sum(largest), self.work.optimizer_buffers, self.states)
         arrangement = self.work.arrangement
@@ -198,7 +203,7 @@ class RankFootprint:
         swap_out_buffer(self.swapped, [times * numel for numel in largest], self.dtype)
 
     def gradients(self) -> None:
-        """The flat buffer (III-C: fp32), pinned as a whole, and what the overflow check needs beside it."""
+        """Build the flat gradient buffer (III-C: fp32), pinned as a whole, and the overflow check's temporaries."""
         partitions = self.work.partitions()
         gradient_buffer(self.pinned, partitions, self.gradient_dtype)
         if self.dtype == torch.float16 and self.work.arrangement.overflow == "chain":
@@ -206,13 +211,14 @@ class RankFootprint:
                 self.pageable(what, "overflow_check", sum(partitions) * element_bytes)
 
     def resident(self, tensors: Iterable[TensorSpec]) -> None:
-        """Tensors under the swap threshold: each pinned by itself in the parameters' dtype."""
+        """Build the tensors below the swap threshold, each pinned separately in the parameters' dtype."""
         for tensor in tensors:
             resident_parameter(self.pinned, partition_numel(tensor.numel, self.work.ranks), self.dtype, tensor.name)
 
     def unswapped_groups(self) -> None:
-        """Sub-groups under the swap threshold keep their master and two moments in memory, and a pinned gradient
-        (stage3 `initialize_optimizer_states`).
+        """Build the states of sub-groups below the swap threshold, which stay in memory.
+
+        These are master weights, two moments, and a pinned gradient (stage3 `initialize_optimizer_states`).
         """
         for index, group in enumerate(self.work.sub_groups()):
             size = sum(group) * self.states.itemsize
@@ -221,14 +227,14 @@ class RankFootprint:
                 owned(self.pinned, sum(group), self.states, GRADIENTS, f"gradient of sub-group {index}")
 
     def checkpoints(self) -> None:
-        """Eq. 1, by the store that a run has."""
+        """Build the activation checkpoints (Eq. 1) with the store that a run uses."""
         work = self.work
         if work.offloads_checkpoints and work.context:
             store = CheckpointStore(self.pinned)
             store.reserve(work.batch, work.context, work.spec.layers, work.spec.hidden, self.dtype)
 
     def bounce_buffers(self) -> None:
-        """What the direct engine's transfers of odd addresses and lengths go through."""
+        """Record the direct engine's bounce buffers, for transfers with unaligned addresses or lengths."""
         work = self.work
         if not work.arrangement.direct or not work.sizes.bounce_buffers:
             return
@@ -240,8 +246,9 @@ class RankFootprint:
 
 
 def checkpoint_bytes(work: Workload) -> int:
-    """What the offloaded activation checkpoints alone reserve on all ranks: the rest of a plan does not depend on
-    batch and context.
+    """Return the bytes that the offloaded activation checkpoints alone reserve on all ranks.
+
+    The rest of a plan does not depend on batch and context.
     """
     ledger = Ledger()
     RankFootprint(work, ledger, 0).checkpoints()
@@ -249,17 +256,19 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def chain_temporaries(gradient_bytes: int) -> tuple[tuple[str, int], ...]:
-    """(what, bytes per element) beside the gradients in `isinf().any()`: isinf is `abs() == inf`, a copy of the buffer
-    and one bool an element, together 1.25 x in fp32 (III-C, Fig. 3).
+    """Return (name, bytes per element) of the temporaries of `isinf().any()` on the gradients.
+
+    isinf is `abs() == inf`: a copy of the buffer and one bool per element, together 1.25 x the buffer in fp32 (III-C,
+    Fig. 3).
     """
     return (("abs() copy", gradient_bytes), ("isinf mask", 1))
 
 
 def overflow_timeline(numel: int, *, chain: bool) -> Iterator[tuple[str, int]]:
-    """(operation, live bytes) through one check of `numel` fp32 gradients (Fig. 3): the buffer and its temporaries.
+    """Yield (operation, live bytes) during one check of `numel` fp32 gradients (Fig. 3): the buffer and temporaries.
 
-    `isinf` is `abs() == inf`: the copy is alive while the mask is written, and dies after it; `isnan` is `x != x`, a
-    mask alone. The scalar results of `any` are not worth a byte here.
+    `isinf` is `abs() == inf`: the copy is alive while the mask is written, and freed afterwards. `isnan` is `x != x`,
+    only a mask. The scalar results of `any` are neglected.
     """
     flat = 4 * numel
     yield "gradients", flat

@@ -1,6 +1,7 @@
-"""The workload that a user's DeepSpeed configuration describes: what it sets is kept, the rest as a run derives it.
+"""The workload that a user's DeepSpeed configuration describes: values that it leaves out are derived as in a run.
 
-`enable` and DeepSpeed check a configuration; here what a plan needs is read, and refused where a plan cannot tell.
+`enable` and DeepSpeed check a configuration in full. This module only reads what a plan needs, and refuses what cannot
+be planned.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement
 
 SECTION = "memascend"
-# Every key of it, as `memascend.enable` reads them (memascend/integrations/deepspeed/config.py, which needs DeepSpeed).
+# All keys of the section, as in memascend/integrations/deepspeed/config.py (not imported, since it needs DeepSpeed).
 SECTION_KEYS = (
     "pinned", "pool", "overflow", "aio", "optimizer_states", "gradients", "numerics", "attention", "loss",
     "checkpointing", "activations", "tiers", "tier_placement", "tier_rehome", "tier_exclusive", "sub_group_order",
     "write_budget", "write_budget_stops", "blocks_in_flight", "devices", "host_memory", "require_direct", "placement",
     "prestage_checkpoints", "enabled",
 )  # fmt: skip
-# DeepSpeed's defaults where no part of ours derives them (zero/config.py, zero/offload_config.py).
+# DeepSpeed's defaults, for runs in which our code does not derive them (zero/config.py, zero/offload_config.py).
 _STOCK_SUB_GROUP_SIZE, _STOCK_OPTIMIZER_BUFFERS = 1_000_000_000, 4
 _STOCK_POOL_BUFFERS, _STOCK_POOL_NUMEL = 5, 100_000_000
-# As a Hugging Face model is where neither configuration nor command line says more.
+# The options of a plain Hugging Face model, if neither configuration nor command line sets them.
 _AS_THE_MODEL_HAS_IT = {"attention": "auto", "loss": "plain", "checkpointing": "none"}
 _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What the command line says; the configuration may leave it out, but not say otherwise. None: nothing is said."""
+    """Values given on the command line (None: not given), which the configuration must not contradict."""
 
     dtype: str | None = None
     batch: int | None = None
@@ -50,7 +51,7 @@ class Told:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A configuration from a JSON file; ValueError in one line where it cannot be read."""
+    """Return the configuration in a JSON file. Raises a one-line ValueError if it cannot be read."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -65,10 +66,12 @@ def read_config(path: Path) -> dict[str, Any]:
 def workload_of(
     config: Mapping[str, Any], spec: ModelSpec, *, ranks: int = 1, context: int = 4096, told: Told | None = None
 ) -> Workload:
-    """The run of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine, with `context` tokens per
-    sequence. With a section "memascend" it is MemAscend's, with its parts; without one today's DeepSpeed.
+    """Return the workload of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine.
 
-    Raises ValueError, in one line, for what a plan does not know: ZeRO stages below 3, fp32, parameters kept by
+    `context`: tokens per sequence. `told`: values given on the command line. With a section "memascend" the workload is
+    MemAscend's, with the parts that the section selects; without one it is today's DeepSpeed.
+
+    Raises a one-line ValueError for what cannot be planned: ZeRO stages below 3, fp32, parameters kept in memory by
     max_in_cpu, parameters and optimizer in different places.
     """
     told = told or Told()
@@ -121,7 +124,7 @@ def _device(zero: Mapping[str, Any], name: str) -> str | None:
 
 
 def _size(section: Any, key: str, where: str, least: int = 1) -> int | None:
-    """A whole number of at least `least`, or None where the section leaves it out."""
+    """Return the whole number `key`, at least `least`, or None if the section leaves it out. Raises ValueError."""
     if not given(section, key):
         return None
     value = section[key]
@@ -152,7 +155,10 @@ def _system(zero: Mapping[str, Any], ours: bool) -> str:
 
 
 def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
-    """(system, arm) of a run over several paths: the optimizer there, and the weights too or on the device."""
+    """Return the system and arm of a run over several paths.
+
+    The optimizer states are on the paths, and the weights either too or on the device.
+    """
     if zero.get("stage") != 3:
         raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
     param, optimizer = (_device(zero, name) for name in ("offload_param", "offload_optimizer"))
@@ -165,7 +171,10 @@ def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
-    """As the drop-in reads the section: over several tiers gradients stay in host memory unless it says otherwise."""
+    """Return the parts that the section selects, as the drop-in reads it.
+
+    With several tiers, gradients stay in host memory unless the section says otherwise.
+    """
     tiers = section.get("tiers") or []
     if not tiers:
         return arrangement_of_parts(section, derives_sizes=True)
@@ -197,13 +206,16 @@ def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> st
 
 
 def _gradients(config: Mapping[str, Any], dtype: str) -> str:
-    """DeepSpeed's default is the type of the model."""
+    """Return the dtype of the gradient buffer; DeepSpeed's default is the dtype of the model."""
     named = _section(config, "data_types").get("grad_accum_dtype")
     return dtype if named in (None, "auto") else _DTYPES.get(str(named), str(named))
 
 
 def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]:
-    """(sequences per GPU, batches per step), the third of DeepSpeed's three numbers from the other two."""
+    """Return (sequences per GPU, batches per step), derived from those of DeepSpeed's three numbers that are given.
+
+    Raises ValueError if the three contradict one another.
+    """
     whole = _count(config, "train_batch_size", None, "")
     batch = _count(config, "train_micro_batch_size_per_gpu", told.batch, "--batch")
     steps = _count(config, "gradient_accumulation_steps", told.accumulation, "--accumulate")
@@ -250,7 +262,7 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
 
     swaps_gradients = where_gradients_wait(_section(config, SECTION)) == "nvme"
     derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
-    derived = None if system == "mlp_offload" else derived  # as many sub-groups as stay in host memory
+    derived = None if system == "mlp_offload" else derived  # depends on how many sub-groups stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = _size(_section(config, "aio"), "block_size", "aio.") or SWAP_THRESHOLD_BYTES
     return SwapSizes(

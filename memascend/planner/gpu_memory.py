@@ -1,16 +1,17 @@
 """GPU memory of one training step, buffer by buffer, for the stack that MemAscend builds up in Fig. 2.
 
-Activations are counted from what autograd saves in a Hugging Face decoder block, in bytes per token with 16-bit tensors
+Activations are the tensors that autograd saves in a Hugging Face decoder block, in bytes per token with 16-bit tensors
 (h hidden, q and kv the widths of queries and of keys, f the feed-forward width, a heads, C the context):
 
 * two norms 16 h + 8: each keeps its input in fp32, the scaled 16-bit value, its 16-bit output and a reciprocal root;
 * attention 2q + 4kv + 2q: queries, keys, values, output; and 6aC of probabilities (eager, where keys and values are
   repeated for every head) or 4a of log-sums (flash);
-* feed-forward 8f (gate, up, activated gate, product), 4f without a gate; of a mixture the experts that a token visits.
+* feed-forward 8f (gate, up, activated gate, product), 4f without a gate; in a mixture for the experts that a token
+  visits.
 
-That is Korthikanti et al. 2022, section 4.1 (34h + 5aC for GPT with dropout), written for RMSNorm, gates and grouped
-keys; the tests compare it with what autograd really saves. Logits take 2 + 4 + 4 bytes an entry of B x C x V: 16-bit,
-fp32 log-probabilities and their gradient (or, in forward, the fp32 copy).
+This is Korthikanti et al. 2022, section 4.1 (34h + 5aC for GPT with dropout), adapted to RMSNorm, gates and grouped
+keys; the tests compare it with what autograd really saves. Logits take 2 + 4 + 4 bytes per entry of B x C x V: 16-bit
+values, fp32 log-probabilities and their gradient (or, in forward, the fp32 copy).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from memascend.planner.pool import partition_numel
 from memascend.planner.spec import ModelSpec
 from memascend.planner.workload import Workload
 
-# The stacks of Fig. 2 by their labels, each with all before it.
+# The stacks of Fig. 2 by their labels; each includes the previous ones.
 STACKS = {
     "ZeRO-Infinity": Stack(attention="eager", loss="plain", checkpointing="none"),
     "+GC": Stack(attention="eager", loss="plain", checkpointing="plain"),
@@ -38,9 +39,9 @@ CONTEXT_BYTES = 1_300_000_000
 # DeepSpeed's reduce_bucket_size and stage3_prefetch_bucket_size, in elements, as baselines/ configure them.
 REDUCE_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
-# Checkpoints on the GPU while offloading: one that is computed from, one on its way.
+# Checkpoints on the GPU while offloading: one in use, one in transfer.
 CHECKPOINTS_IN_FLIGHT = 2
-# Blocks whose activations are on the GPU while the rest is on the SSD (SSDTrain, III-D).
+# Blocks whose activations are on the GPU while those of the others are on the SSD (SSDTrain, III-D).
 RESIDENT_BLOCKS = 2
 LOGIT_BYTES = 2 + 4 + 4
 _GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
@@ -48,7 +49,7 @@ _GATE = re.compile(r"gate_proj|gate_up_proj|\.w3\.")
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """The ledger of one GPU; its sum is the worst instant of a step."""
+    """The ledger of one GPU at the instant of a step's peak memory."""
 
     entries: tuple[LedgerEntry, ...]
 
@@ -57,12 +58,15 @@ class DevicePlan:
         return sum(entry.reserved_bytes for entry in self.entries)
 
     def components(self) -> dict[str, int]:
-        """Bytes by name, in the order of their booking."""
+        """Return the bytes by name, in the order in which they were recorded."""
         return {entry.name: entry.reserved_bytes for entry in self.entries}
 
 
 def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: bool) -> int:
-    """Bytes per token that autograd saves in one block. `fused`: norms and gates as single kernels (Liger)."""
+    """Return the bytes per token that autograd saves in one block.
+
+    `flash`: attention that saves no scores. `fused`: norms and gates as single kernels (Liger).
+    """
     query, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     norms = 8 * spec.hidden + 8 if fused else 16 * spec.hidden + 8
     if flash:
@@ -73,16 +77,16 @@ def block_bytes_per_token(spec: ModelSpec, context: int, *, flash: bool, fused: 
 
 
 def megatron_bytes_per_token(spec: ModelSpec, gpus: int) -> int:
-    """Bytes per token that `gpus` of them together save in a block of Megatron's GPT or BERT, without scores.
+    """Return the bytes per token that `gpus` GPUs together save in a block of Megatron's GPT or BERT, without scores.
 
-    Korthikanti et al. 2022, section 4.2.1, for tensor parallelism without sequence parallelism: each holds 10 h whole
-    (inputs of two norms and of the products behind them, masks of dropout) and its part of 24 h.
+    Korthikanti et al. 2022, section 4.2.1, for tensor parallelism without sequence parallelism: each GPU keeps 10 h in
+    full (inputs of two norms and of the products after them, dropout masks) and its share of 24 h.
     """
     return (10 * gpus + 24) * spec.hidden
 
 
 def is_gated(spec: ModelSpec) -> bool:
-    """Whether the feed-forward multiplies two products (SwiGLU and kin): then three of its tensors are kept."""
+    """Return whether the feed-forward is gated, i.e. multiplies two products elementwise (SwiGLU and variants)."""
     return any(_GATE.search(tensor.name) for tensor in spec.tensors() if tensor.block == 0)
 
 
@@ -90,22 +94,26 @@ def _feed_forward(spec: ModelSpec, fused: bool) -> int:
     an_element = (6 if fused else 8) if is_gated(spec) else 4
     if not spec.experts:
         return an_element * spec.intermediate
-    dispatched = 2 * 2 * spec.hidden  # a copy of the token for each expert that it visits, and what comes back
+    dispatched = 2 * 2 * spec.hidden  # for each expert that a token visits, a copy of its input and of its output
     visited = spec.experts_per_token * (an_element * spec.expert_intermediate + dispatched)
     return visited + an_element * spec.shared_intermediate
 
 
 def _head_norms(spec: ModelSpec, query: int, keys: int) -> int:
-    """Norms of queries and keys (Qwen3): fp32 input, scaled value and a reciprocal root a head."""
+    """Return the bytes per token of the norms of queries and keys (Qwen3).
+
+    They save the fp32 input, the scaled value, and one reciprocal root per head.
+    """
     if not any(".q_norm." in tensor.name for tensor in spec.tensors()[:20]):
         return 0
     return 6 * (query + keys) + 4 * (spec.heads + spec.kv_heads)
 
 
 def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
-    """The loss's share: all logits, or as many as `memascend.ops.cross_entropy` allows itself at once.
+    """Return the bytes of the loss: all logits, or one chunk of `memascend.ops.cross_entropy` (`chunked`).
 
-    Beside a chunk lies the gradient of its input (2 h a token); that of the output matrix is booked for itself.
+    The chunked loss also stores the gradient of its input (2 h bytes per token); the gradient of the output matrix is a
+    separate entry of the ledger.
     """
     if not chunked:
         return LOGIT_BYTES * tokens * spec.vocab
@@ -113,11 +121,12 @@ def logits_bytes(spec: ModelSpec, tokens: int, *, chunked: bool) -> int:
 
 
 def gpu_memory(work: Workload) -> DevicePlan:
-    """Everything on one GPU at the worst instant: in backward, one block recomputed, or the loss, whichever is larger.
+    """Return the ledger of one GPU at its peak: in backward, with one recomputed block, or the loss if that is larger.
 
-    With activations on the SSD those of two blocks remain, as if the drive took them as fast as they come.
-    With parameters offloaded the GPU holds the largest tensor and what DeepSpeed prefetches; `all_in_gpu` holds 16
-    bytes per parameter, and all checkpoints. On a CPU the same tensors are in host memory (see `footprint.plan`).
+    With activations on the SSD, those of two blocks remain, assuming that the drive absorbs them as fast as they are
+    produced. With offloaded parameters, the GPU holds the largest tensor and what DeepSpeed prefetches. `all_in_gpu`
+    needs 16 bytes per parameter and all checkpoints. On a CPU the same tensors are in host memory (see
+    `footprint.plan`).
     """
     spec, stack, context = work.spec, work.stack, work.context
     tokens, area, ledger = work.batch * context, spec.k * spec.k, Ledger()
@@ -158,9 +167,10 @@ def gpu_memory(work: Workload) -> DevicePlan:
 
 
 def activation_writes(work: Workload) -> int:
-    """Bytes of activations that a step writes to SSDs, all GPUs together: every block but the last, which is kept.
+    """Return the bytes of activations that a step of all GPUs writes to SSDs; 0 unless checkpointing is `ssd`.
 
-    0 unless checkpointing is `ssd`. Logits stay too: their backward comes before any read could.
+    All blocks are written except the last one. Its activations and the logits stay on the GPU, because their backward
+    comes before they could be read back.
     """
     if work.stack.checkpointing != "ssd":
         return 0
@@ -170,9 +180,10 @@ def activation_writes(work: Workload) -> int:
 
 
 def _backward_transient(spec: ModelSpec, tokens: int, context: int, *, flash: bool) -> int:
-    """Gradients that live beside a block's activations: of the feed-forward's three products, or of the scores.
+    """Return the bytes of gradients that coexist with a block's activations, of the feed-forward or of the scores.
 
-    Eager attention holds the gradients of probabilities in 16 bits and of scores in fp32, twice: 10 a C a token.
+    The feed-forward has gradients of three products. Eager attention has gradients of the probabilities in 16 bits and
+    two copies of those of the scores in fp32: 10 a C per token.
     """
     inner = spec.intermediate if not spec.experts else spec.experts_per_token * spec.expert_intermediate
     feed_forward = 3 * 2 * inner

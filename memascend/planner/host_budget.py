@@ -1,4 +1,4 @@
-"""Host memory against a hard budget, before anything is allocated: what is missing, and which change would fit."""
+"""Comparison of a plan with a host-memory budget before anything is allocated, and changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memascend.planner.limits import Limits, largest_model, largest_sizes
 from memascend.planner.workload import Workload
 
 GIB = 2**30
-# How a change is called: by the flags of `plan` and `train`, or by the keys of a DeepSpeed configuration.
+# How a change is worded: as flags of `plan` and `train`, or as keys of a DeepSpeed configuration.
 FLAGS = {
     "batch": "--batch {}",
     "context": "--context {}",
@@ -34,8 +34,10 @@ KEYS = {
 
 
 class HostMemoryTooSmall(ValueError):
-    """A run that is planned beyond its budget. `needed_bytes`, `budget_bytes`; `fits`: changes that would fit, each by
-    the names of Workload (`checkpointing` of its stack).
+    """Raised when a run is planned to exceed its host-memory budget.
+
+    `needed_bytes` and `budget_bytes` are the two sizes. `fits` lists changes that would fit, each as a dict with the
+    field names of Workload (or `checkpointing` of its stack).
     """
 
     def __init__(self, made: Plan, budget_bytes: int, fits: list[Change], words: Mapping[str, str]) -> None:
@@ -53,7 +55,7 @@ class HostMemoryTooSmall(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Settings in place of the run's own, and what the run then needs."""
+    """Changed settings of a run, and the host memory that it then needs."""
 
     settings: dict[str, str | int]
     host_bytes: int
@@ -66,10 +68,10 @@ class Change:
 
 
 def require_host_memory(work: Workload, budget_bytes: int | None = None, *, words: Mapping[str, str] = FLAGS) -> Plan:
-    """The plan of `work`, whose host memory is within the budget (default `work.host_memory`; None: any will do).
+    """Return the plan of `work` if its host memory is within the budget. Nothing is allocated.
 
-    Raises HostMemoryTooSmall, a ValueError of one line: what is missing, the largest part, and what would fit, in
-    `words` (FLAGS or KEYS). Nothing is allocated.
+    The budget defaults to `work.host_memory`; None means no limit. Raises HostMemoryTooSmall, a one-line ValueError
+    that says how much is missing, what the largest part is, and what would fit, in `words` (FLAGS or KEYS).
     """
     budget_bytes = work.host_memory if budget_bytes is None else budget_bytes
     made = plan(work)
@@ -79,9 +81,11 @@ def require_host_memory(work: Workload, budget_bytes: int | None = None, *, word
 
 
 def what_fits(work: Workload, budget_bytes: int, *, words: Mapping[str, str] = FLAGS) -> list[Change]:
-    """Changes that bring the run under the budget: every single one that is enough, or, where none is, the first of
-    them together. Batch and context are the largest that fit. Empty: nothing does. Another system than the drop-in is
-    named where `words` are FLAGS: a DeepSpeed configuration has no other.
+    """Return changes that bring the run under the budget; empty if nothing does.
+
+    These are all single changes that suffice or, if none does, the first combination that does. Batch and context are
+    the largest that fit. The system with the least host memory is suggested only if `words` is FLAGS, since a DeepSpeed
+    configuration can only choose the drop-in.
     """
     fits = [change for change in _each(work, budget_bytes) if change.host_bytes <= budget_bytes]
     fits = fits or _together(work, budget_bytes)
@@ -115,7 +119,7 @@ def _each(work: Workload, budget_bytes: int) -> Iterator[Change]:
 
 
 def _sizes(work: Workload, budget_bytes: int) -> Iterator[Change]:
-    """The largest batch and the largest context that fit, where they are what the memory goes into."""
+    """Yield the largest batch and the largest context that fit, if host memory depends on them."""
     if not (work.offloads_checkpoints or work.on_cpu):
         return
     context, batch = largest_sizes(work, Limits(ram_bytes=budget_bytes))
@@ -127,7 +131,7 @@ def _sizes(work: Workload, budget_bytes: int) -> Iterator[Change]:
 
 
 def _options(work: Workload) -> Iterator[tuple[str, str]]:
-    """What takes less host memory, in the order in which it costs least."""
+    """Yield settings that need less host memory, those with the least cost first."""
     if work.system != "memascend":
         yield "system", "memascend"
     if work.offloads_checkpoints:
@@ -140,7 +144,10 @@ def _options(work: Workload) -> Iterator[tuple[str, str]]:
 
 
 def _leanest_system(work: Workload) -> Change | None:
-    """The system that needs the least host memory for this run in one process, at its defaults; None: this one."""
+    """Return the system that needs the least host memory for this run in one process, with its default arm.
+
+    None if it is the run's own system, or if the run has several ranks.
+    """
     if work.ranks > 1:
         return None
     needed = {work.system: plan(work).host_bytes}
@@ -155,7 +162,7 @@ def _leanest_system(work: Workload) -> Change | None:
 
 
 def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
-    """None where the settings exclude one another, such as bf16 states and stock DeepSpeed."""
+    """Return `work` with changed settings, or None if they exclude one another, such as bf16 states and DeepSpeed."""
     fields: dict[str, Any] = dict(settings)
     if "checkpointing" in fields:
         fields["stack"] = replace(work.stack, checkpointing=str(fields.pop("checkpointing")))

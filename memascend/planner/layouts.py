@@ -1,7 +1,7 @@
-"""Layout rules: which parameters an architecture has, by the names of its Hugging Face class.
+"""Layout rules: the parameters of each architecture, with the names of its Hugging Face class.
 
-One small function per family; a rule covers exactly what the tests compare with the real classes. What has no rule is
-refused by name (`UNCLASSED_KEYS`, `LAYOUTS`), never guessed.
+There is one small function per family, and a rule covers exactly what the tests compare with the real classes. Tensors
+without a rule are refused by name (`UNCLASSED_KEYS`, `LAYOUTS`), never guessed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from memascend.planner.tensors import TensorSpec
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # (name, shape) pairs
 
-# Configuration keys that imply tensors no rule below knows: refused by the tensor's name, but for the architectures
-# whose rule (or whose Hugging Face class, which leaves the tensor out) covers them.
+# Configuration keys that imply tensors without a rule below. They are refused by the tensor's name, except for the
+# architectures in COVERED_KEYS, whose rule covers them or whose Hugging Face class leaves the tensor out.
 UNCLASSED_KEYS = {
     "kv_lora_rank": "self_attn.kv_a_proj_with_mqa.weight (multi-head latent attention)",
     "ssm_cfg": "mixer.in_proj.weight (state-space block)",
@@ -30,7 +30,7 @@ COVERED_KEYS = {
 
 
 class Model(Protocol):
-    """What a rule reads of a model: the sizes of `memascend.planner.spec.ModelSpec`."""
+    """The attributes of a model that a rule reads: the sizes of `memascend.planner.spec.ModelSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -159,13 +159,13 @@ def _phi3(spec: Model, _: int) -> Shapes:
 
 
 def _sparse(spec: Model, index: int) -> bool:
-    """Whether a Qwen MoE block has experts: not where `mlp_only_layers` or `decoder_sparse_step` leave it dense."""
+    """Return whether a Qwen MoE block has experts, unless `mlp_only_layers` or `decoder_sparse_step` make it dense."""
     step = int(spec.config.get("decoder_sparse_step", 1))
     return spec.experts > 0 and index not in spec.config.get("mlp_only_layers", []) and (index + 1) % step == 0
 
 
 def _experts(spec: Model, inner: int) -> Shapes:
-    """All experts of a block: two tensors as transformers 5 stores them (`fused_experts`), else one matrix each."""
+    """Yield the experts of a block: two tensors as in transformers 5 (`fused_experts`), else one matrix each."""
     if spec.fused_experts:
         yield "mlp.experts.gate_up_proj", (spec.experts, 2 * inner, spec.hidden)
         yield "mlp.experts.down_proj", (spec.experts, spec.hidden, inner)
@@ -183,7 +183,7 @@ def _qwen3_moe(spec: Model, index: int) -> Shapes:
     yield from _attention(spec, qkv_bias=bias, o_bias=bias)
     yield from _head_norms(spec)
     if _sparse(spec, index):
-        # The order of the module: transformers 5 lists the fused experts before the router.
+        # The order within the module: transformers 5 lists fused experts before the router.
         parts = [_experts(spec, spec.expert_intermediate), _router(spec)]
         for part in parts if spec.fused_experts else reversed(parts):
             yield from part
@@ -221,7 +221,10 @@ def _mixtral(spec: Model, _: int) -> Shapes:
 
 
 def _latent_attention(spec: Model) -> Shapes:
-    """DeepSeek's: queries and keys through low ranks, a rotary part beside each head's plain one."""
+    """Yield DeepSeek's multi-head latent attention.
+
+    Queries and keys pass through low-rank projections; each head has a rotary part in addition to its plain part.
+    """
     key = spec.config
     rope, plain, value = (int(key[name]) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     rank, query_rank = int(key["kv_lora_rank"]), key.get("q_lora_rank")
@@ -251,7 +254,7 @@ def _deepseek(spec: Model, index: int) -> Shapes:
 
 
 def _gpt2(spec: Model) -> list[TensorSpec]:
-    """Learned positions, fused queries, keys and values, weights stored (in, out), biases everywhere."""
+    """Return GPT-2's tensors: learned positions, fused queries, keys and values, weights as (in, out), with biases."""
     hidden, inner = spec.hidden, spec.intermediate
     positions = int(spec.config.get("n_positions", 1024))
     out = [
@@ -275,7 +278,7 @@ def _gpt2(spec: Model) -> list[TensorSpec]:
 
 
 def _opt(spec: Model) -> list[TensorSpec]:
-    """Learned positions with two more rows than the context, LayerNorm with bias, a feed-forward without a gate."""
+    """Return OPT's tensors: learned positions with two extra rows, LayerNorm with bias, a feed-forward without gate."""
     hidden, decoder = spec.hidden, "model.decoder"
     if int(spec.config.get("word_embed_proj_dim", hidden)) != hidden:
         raise ValueError(f"{spec.name} (opt): cannot class the tensor {decoder}.project_in.weight: no rule covers it")

@@ -1,4 +1,4 @@
-"""Does a configuration fit, and what is the largest context, batch and model that do."""
+"""Whether a configuration fits given limits, and the largest context, batch and model that do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from memascend.planner.spec import fused_experts, known_models, model_spec
 from memascend.planner.step import io_volume
 from memascend.planner.workload import Workload
 
-# Answers are rounded down to so many tokens.
+# Largest contexts are rounded down to multiples of this many tokens.
 CONTEXT_STEP = 256
 _LARGEST = 1 << 24
 
-SSD_SPACE = "SSD space"  # as a Need calls it
+SSD_SPACE = "SSD space"  # name of the corresponding Need
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bytes of one GPU, of host memory and of the SSD; None if unspecified, and then nothing is checked."""
+    """Limits in bytes on one GPU's memory, host memory and SSD space; a limit of None is not checked."""
 
     gpu_bytes: float | None = None
     ram_bytes: float | None = None
@@ -33,7 +33,7 @@ class Limits:
         return any(limit is not None for limit in (self.gpu_bytes, self.ram_bytes, self.ssd_bytes))
 
     def with_machine(self, machine: MachineSpec | None) -> Limits:
-        """The same, with what is not given taken from the machine (its SSD's free space is nobody's to know)."""
+        """Return these limits completed from the machine, except for SSD space, which its description lacks."""
         if machine is None:
             return self
         return replace(
@@ -45,9 +45,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """The largest that fit: context at the batch asked for, batch at the context, committed model at both. None: none.
+    """The largest values that fit, each None if nothing fits.
 
-    `unbounded` where no limit that grows with it was given.
+    `context` is at the requested batch, `batch` at the requested context, and `model` (a committed one) at both.
+    `unbounded`: whether no given limit depends on context and batch, so that these two are None.
     """
 
     context: int | None
@@ -57,8 +58,11 @@ class Largest:
 
 
 def within_room(work: Workload, room_bytes: float | None) -> Workload:
-    """The work with as many versions of its states as it keeps where there is so much room on the SSD (None: enough):
-    as it says itself, or else two where they fit, and one where not. Of a system without versions the work itself."""
+    """Return `work` with the number of versions of its states that a run keeps with `room_bytes` of SSD space.
+
+    None stands for enough space. An explicit choice is kept; `auto` becomes two versions if they fit, else one. The
+    work is returned unchanged if the system does not keep versions of its states.
+    """
     stored_in = getattr(systems.load(work.system), "stored_in", None)
     if stored_in is None or work.state_versions != "auto":
         return work
@@ -67,7 +71,7 @@ def within_room(work: Workload, room_bytes: float | None) -> Workload:
 
 
 def stored_within(work: Workload, room_bytes: float | None) -> int:
-    """Bytes on the SSD of the work `within_room`."""
+    """Return the bytes on the SSD of `work` after `within_room`."""
     stored_in = getattr(systems.load(work.system), "stored_in", None)
     if stored_in is None:
         return io_volume(work).stored_bytes
@@ -75,10 +79,11 @@ def stored_within(work: Workload, room_bytes: float | None) -> int:
 
 
 class Fitter:
-    """Decides for one model and system; what does not depend on batch and context is planned once.
+    """Checks whether a batch and a context fit, for one model and system.
 
-    Where a system counts what it stores by itself (`stored_in`), its checkpoints pass through a few slots on their way
-    to the SSD: both memory and space are then asked for anew.
+    The part of the plan that does not depend on batch and context is computed once. For a system that counts its stored
+    bytes itself (`stored_in`) this is not possible, because its activation checkpoints pass through a few slots to the
+    SSD: both host memory and SSD space are then computed for every check.
     """
 
     def __init__(self, work: Workload, limits: Limits) -> None:
@@ -108,7 +113,7 @@ class Fitter:
 
 
 def largest(work: Workload, limits: Limits) -> Largest:
-    """The largest context, batch and committed model that fit."""
+    """Return the largest context, batch and committed model that fit."""
     model = largest_model(work, limits)
     in_ram = work.offloads_checkpoints or work.on_cpu
     grows = limits.gpu_bytes is not None or (limits.ram_bytes is not None and in_ram)
@@ -119,9 +124,9 @@ def largest(work: Workload, limits: Limits) -> Largest:
 
 
 def largest_sizes(work: Workload, limits: Limits) -> tuple[int | None, int | None]:
-    """(context at the batch asked for, batch at the context) that fit, None where none does.
+    """Return the largest context at the requested batch and the largest batch at the requested context.
 
-    Search by doubling, then by halving: needs grow with context and with batch.
+    Each is None if nothing fits. Memory grows monotonically with both, so the search doubles and then bisects.
     """
     fitter = Fitter(work, limits)
     tokens = _search(lambda steps: fitter.fits(work.batch, steps * CONTEXT_STEP))
@@ -130,7 +135,7 @@ def largest_sizes(work: Workload, limits: Limits) -> tuple[int | None, int | Non
 
 
 def _search(fits: Callable[[int], bool]) -> int:
-    """The largest count that fits, 0 if not even one does."""
+    """Return the largest count that fits, 0 if not even one does."""
     if not fits(1):
         return 0
     high = 2
@@ -144,7 +149,7 @@ def _search(fits: Callable[[int], bool]) -> int:
 
 
 def largest_model(work: Workload, limits: Limits) -> str | None:
-    """The committed model with most parameters that fits at the batch and context asked for."""
+    """Return the committed model with the most parameters that fits at the requested batch and context, or None."""
     for spec in sorted(map(model_spec, known_models()), key=lambda spec: -spec.parameters):
         spec = spec.fused(work.spec.fused_experts if work.spec.experts else fused_experts("auto"))
         if Fitter(replace(work, spec=spec), limits).fits(work.batch, work.context):

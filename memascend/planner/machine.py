@@ -1,6 +1,6 @@
-"""The machine that a plan is for, as plain numbers: from a testbed's YAML, or from what a probe of this machine found.
+"""The machine that a plan is for, as plain numbers from a testbed's YAML file or from a probe of this machine.
 
-Rates are what the data sheet or a measurement says, in bytes and floating-point operations per second; how much of them
+Rates come from data sheets or measurements, in bytes or floating-point operations per second. The fraction of them that
 training reaches is a `Calibration`, each with its reason, its reach, and the published rows that it was solved from.
 """
 
@@ -17,7 +17,7 @@ from memascend.simulator.calibration import Calibration
 
 GIB = 2**30
 GB = 1e9
-# YAML key under `rates`, field of MachineSpec, and the unit that turns one into the other.
+# YAML key under `rates`: the field of MachineSpec, and the factor from the key's unit to the field's.
 RATES = {
     "gpu_tflops_16bit": ("gpu_flops_per_s", 1e12),
     "pcie_gb_per_s": ("pcie_bytes_per_s", GB),
@@ -26,17 +26,17 @@ RATES = {
     "memory_gb_per_s": ("memory_bytes_per_s", GB),
 }
 _MEMORY_KEYS = ("memory_gib", "gpu_memory_gib")
-_ZERO_INFINITY = "ZeRO-Infinity (as published)"  # as the rows of an exhibit name it
+_ZERO_INFINITY = "ZeRO-Infinity (as published)"  # its name in the rows of an exhibit
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpec:
-    """Peak rates of one machine; None if unspecified, and then times that need it are not given.
+    """Peak rates of one machine. If a rate is None, times that depend on it are not predicted.
 
-    `gpu_flops_per_s` is one GPU's dense 16-bit matrix rate with 32-bit sums, `pcie_bytes_per_s` one GPU's link each
-    way; SSD and host memory are shared by all GPUs. `direct_gpu_link`: GPUs exchange weights beside PCIe (NVLink).
-    `described`: links, paths and memory nodes as the YAML has them. `sources` says where each number comes
-    from.
+    `gpu_flops_per_s`: one GPU's dense 16-bit matrix rate with 32-bit accumulation. `pcie_bytes_per_s`: one GPU's link
+    in each direction. SSD and host memory are shared by all GPUs. `direct_gpu_link`: whether GPUs exchange weights over
+    a link other than PCIe (NVLink). `described`: links, paths and memory nodes as in the YAML. `sources`: the origin of
+    each number.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MachineSpec:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def missing(self) -> list[str]:
-        """Names of the rates that are not given."""
+        """Return the names of the unspecified rates."""
         return [name for name, (field, _) in RATES.items() if getattr(self, field) is None]
 
 
@@ -113,7 +113,7 @@ CALIBRATIONS = (
         reach="all machines; that enough threads reach the data sheet's bandwidth is assumed, not measured",
     ),
 )
-# Enters plans rather than times: see PROCESS_OVERHEAD_BYTES in footprint.py.
+# Used for host memory rather than times: see PROCESS_OVERHEAD_BYTES in footprint.py.
 PROCESS_OVERHEAD = Calibration(
     name="process_overhead",
     value=1.63,
@@ -123,7 +123,7 @@ PROCESS_OVERHEAD = Calibration(
     reach="a process of the papers' runs; a twin's own baseline is measured and taken off instead",
     solved_from=(*_FIG08, "memascend-fig08:MemAscend:Qwen2.5-7B::peak system memory"),
 )
-# The same of a process on a machine without a GPU.
+# The same for a process on a machine without a GPU.
 CPU_PROCESS_OVERHEAD = Calibration(
     name="cpu_process_overhead",
     value=0.44,
@@ -138,17 +138,17 @@ _VALUES = {each.name: each.value for each in CALIBRATIONS}
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrations:
-    """What training reaches of the peak rates; the defaults are those of `CALIBRATIONS`, with reason and reach.
+    """The fractions of peak rates that training reaches; the defaults are in `CALIBRATIONS`, with reason and reach.
 
-    `backward_products`: products of a backward pass over those of a forward pass, without recomputation: two for each.
-    `own_s`: seconds per phase that the runtime takes for itself, whatever the sizes (on a CPU its Python does not run
-    beside the device); the papers' machines have none, but for CXL-aware allocation's.
-    `output_s`: seconds per phase of what lies outside the blocks (output matrix and loss), where they were measured by
-    themselves; without, its products run at the rate of the blocks.
-    `hook_s`: seconds per phase, of those in which a CPU computes, that pass in a module's hook before it begins to read
-    the next weights: DeepSpeed's Python, and copies of what was read (`memascend.baselines.protocol.on_cpu`).
-    `adam_card_efficiency`: of a memory card's rate, where the CPU updates what lies there; None: as of DRAM's.
-    `ssd_efficiency`: of the SSD's rates, where a step writes more than the drives absorb in a burst.
+    `backward_products`: products of a backward pass divided by those of a forward pass, without recomputation.
+    `own_s`: seconds per phase that the runtime itself takes, regardless of sizes (on a CPU its Python code does not
+    overlap with the computation); zero on the papers' machines, except for CXL-aware allocation's.
+    `output_s`: seconds per phase of the output matrix and the loss, if they were measured separately; otherwise their
+    products run at the rate of the blocks.
+    `hook_s`: seconds per phase, part of the computing time of a CPU, that pass in a module's hook before it starts to
+    read the next weights: DeepSpeed's Python code, and copies of what was read (`memascend.baselines.protocol.on_cpu`).
+    `adam_card_efficiency`: fraction of a memory card's rate when the CPU updates data on it; None: as for DRAM.
+    `ssd_efficiency`: fraction of the SSD's rates when a step writes more than the drives absorb in a burst.
     """
 
     gpu_efficiency: float = _VALUES["gpu_efficiency"]
@@ -166,7 +166,7 @@ class Calibrations:
 
 
 def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> MachineSpec:
-    """A MachineSpec from the keys of `hardware/testbeds/*.yaml`; ValueError names the key that is wrong."""
+    """Return a MachineSpec from the keys of `hardware/testbeds/*.yaml`. Raises a ValueError that names a wrong key."""
     if not isinstance(testbed, Mapping):
         raise ValueError(f"{where}: a testbed is a mapping of keys such as 'memory_gib' and 'rates'")
     gpus = testbed.get("gpus") or []
@@ -188,9 +188,10 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
     gpu = gpus[0] if gpus else {}
     link = str(testbed.get("gpu_link") or "").lower()
     local = testbed.get("local")
-    probed = local if isinstance(local, Mapping) else {}  # a control group may allow less
+    probed = local if isinstance(local, Mapping) else {}  # a control group may limit memory to less than is installed
     ram, vram = probed.get("usable_memory_gib", testbed.get("memory_gib")), gpu.get("memory_gib")
-    if len(nodes := testbed.get("memory_nodes") or []) > 1:  # cards beside the DRAM, or less of it than is built in
+    # With several nodes their sum counts: there are memory cards besides DRAM, or not all of the DRAM is usable.
+    if len(nodes := testbed.get("memory_nodes") or []) > 1:
         sizes = [node.get("memory_gib") if isinstance(node, Mapping) else None for node in nodes]
         ram = sum((size.get("value") if isinstance(size, Mapping) else size) or 0 for size in sizes)
     return MachineSpec(
@@ -206,7 +207,7 @@ def machine_from_testbed(testbed: Mapping[str, Any], where: str = "testbed") -> 
 
 
 def machine_from_file(path: str | Path) -> MachineSpec:
-    """A MachineSpec from a YAML or JSON file; ValueError in one line where it cannot be read."""
+    """Return a MachineSpec from a YAML or JSON file. Raises a one-line ValueError if it cannot be read."""
     import yaml
 
     path = Path(path)

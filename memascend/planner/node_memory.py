@@ -1,7 +1,8 @@
-"""Which memory node holds what of a plan: on a described machine with several, by the policy of the run. No torch.
+"""Distribution of a plan over the memory nodes of a described machine, by the run's placement policy.
 
-What is no tensor of the training (the process, temporaries, bounce buffers) lies in near memory, where the kernel puts
-what its processors touch first, and is taken off before a policy divides the rest.
+Memory that is not a tensor of the training (the process, temporaries, bounce buffers) is in near memory, where the
+kernel puts pages that its processors touch first. It is subtracted before the policy divides the rest. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _KINDS = ("dram", "cxl")
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
-    """Bytes by class and node. `refused`: why the policy cannot be followed; then nothing is placed."""
+    """Bytes by class and memory node. `refused`: why the policy cannot be followed; nothing is placed then."""
 
     policy: str
     names: Mapping[int, str]
@@ -39,7 +40,7 @@ class NodePlan:
 
     @property
     def overfull(self) -> dict[int, int]:
-        """Bytes beyond a node's capacity, of the nodes that are given more than they have."""
+        """Bytes beyond the capacity, for each node that is assigned more than it has."""
         beyond = {node: self.used(node) - capacity for node, capacity in self.capacity.items()}
         return {node: more for node, more in beyond.items() if more > 0}
 
@@ -49,7 +50,7 @@ class NodePlan:
 
 
 def described_nodes(topology: Topology) -> list[dict[str, Any]]:
-    """The nodes with memory that this process may use, as a testbed lists them under `memory_nodes`."""
+    """Return the nodes with memory that this process may use, in the form of a testbed's `memory_nodes`."""
     entries = []
     for number, node in topology.nodes.items():
         if node.total_bytes and number in topology.allowed:
@@ -65,8 +66,10 @@ def described_nodes(topology: Topology) -> list[dict[str, Any]]:
 
 
 def topology_of(described: Mapping[str, Any], where: str = "testbed") -> Topology:
-    """The memory nodes of a testbed, numbered as they are listed unless they say a number. ValueError in one line for
-    what is no node."""
+    """Return the memory nodes of a testbed, numbered in order unless they specify a number.
+
+    Raises a one-line ValueError for an invalid node.
+    """
     nodes = []
     for number, entry in enumerate(described.get("memory_nodes") or ()):
         place = f"{where}: memory_nodes.{number}"
@@ -98,8 +101,11 @@ def place(
     *,
     host_gradients: bool = False,
 ) -> NodePlan:
-    """Where the host's entries of a plan go; `policy`: text of a `placement:`, None: latency first; `host_gradients`:
-    as `class_of` takes it."""
+    """Distribute the host entries of a plan over the memory nodes.
+
+    `policy`: the text of a `placement:` key, None for latency first. `names`: names of the nodes by number.
+    `host_gradients`: as for `class_of`. A policy that cannot be followed is reported in `NodePlan.refused`.
+    """
     chosen = PlacementPolicy.parse(policy or LATENCY_FIRST)
     capacity = {number: node.total_bytes for number, node in topology.nodes.items()}
     sizes: dict[str, int] = {}
@@ -133,7 +139,10 @@ def place(
 
 
 def _even(sizes: Mapping[str, int], capacity: Mapping[int, int]) -> dict[str, dict[int, int]]:
-    """Page by page; a full node's share goes to the others, and what none has room for to the first."""
+    """Distribute all classes page by page over the nodes.
+
+    The share of a full node goes to the others, and what does not fit on any of them to the first node.
+    """
     left, placed = dict(capacity), {}
     for name, size in sizes.items():
         shares = divide(size, [Room(node, nbytes) for node, nbytes in left.items()], left)
@@ -148,7 +157,10 @@ def _even(sizes: Mapping[str, int], capacity: Mapping[int, int]) -> dict[str, di
 
 
 def _near(size: int, topology: Topology) -> tuple[Topology, dict[int, int] | None]:
-    """`size` bytes on the first nodes with processors, and the machine with so much less; None: they do not fit."""
+    """Place `size` bytes on the first nodes with processors.
+
+    Returns the topology with that much less available memory, and the bytes by node, or None if they do not fit.
+    """
     remaining, shares, nodes = size, {}, dict(topology.nodes)
     for node in topology.with_cpus:
         taken = min(remaining, node.available_bytes)

@@ -1,4 +1,4 @@
-"""What a model can do to need less GPU memory: words and defaults that `plan` and `train` share."""
+"""Options of a model that reduce its GPU memory: values and defaults that `plan` and `train` share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MODEL_OPTIONS = {
     "checkpointing": ("none", "plain", "offloaded", "unsloth", "ssd"),
 }
 DEFAULT_CONTEXT = 4096
-# The largest norm of the gradients.
+# Maximum gradient norm.
 DEFAULT_CLIP = 1.0
-# Of system lohan's states on the SSD.
+# Choices for the number of versions of system lohan's states on the SSD.
 STATE_VERSIONS = ("auto", "one", "two", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What the model does to need less GPU memory, by the words of `MODEL_OPTIONS`; ValueError for any other.
+    """The options that a model uses to reduce its GPU memory. Raises ValueError for values not in `MODEL_OPTIONS`.
 
-    `fused`: norms and gates as single kernels, which Liger has and neither our options nor a DeepSpeed JSON switch on.
-    `megatron_gpus`: GPUs that share each block as Megatron's tensor parallelism does; 0: a block of Hugging Face's.
+    `fused`: norms and gates as single kernels, as in Liger; neither our options nor a DeepSpeed JSON enable them.
+    `megatron_gpus`: number of GPUs that share each block with Megatron's tensor parallelism; 0: a Hugging Face block.
     """
 
     attention: str = "auto"
@@ -43,17 +43,17 @@ class Stack:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether blocks are computed again in backward; `ssd` keeps what they saved, on the SSD."""
+        """Whether blocks are recomputed in backward; with `ssd` they are not, as their activations are on the SSD."""
         return self.checkpointing not in ("none", "ssd")
 
     @property
     def offloads(self) -> bool:
-        """Whether the checkpoints wait in host memory."""
+        """Whether the activation checkpoints are stored in host memory."""
         return self.checkpointing in ("offloaded", "unsloth")
 
     @property
     def flash(self) -> bool:
-        """Whether no scores are kept; SDPA, which `auto` takes, has such kernels too."""
+        """Whether attention saves no scores; this includes SDPA, which `auto` selects."""
         return self.attention != "eager"
 
     def __str__(self) -> str:
@@ -64,11 +64,11 @@ DEFAULT_STACK = Stack()
 
 
 def longest_context(model_config: Mapping[str, object]) -> int | None:
-    """Tokens that the model's positions reach to; None where its configuration does not say."""
+    """Return the maximum number of tokens per sequence of the model; None if its configuration does not say."""
     most = model_config.get("max_position_embeddings")
     return most if isinstance(most, int) and most > 0 else None
 
 
 def default_context(model_config: Mapping[str, object]) -> int:
-    """Tokens per sequence if unspecified: 4096, or as many as the model takes where that is less."""
+    """Return the default number of tokens per sequence: 4096, or the model's maximum if that is less."""
     return min(DEFAULT_CONTEXT, longest_context(model_config) or DEFAULT_CONTEXT)

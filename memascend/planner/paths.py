@@ -1,6 +1,7 @@
-"""What several storage paths mean for a plan: what lies on each and is written to it, its life, and a step without it.
+"""Plans over several storage paths: the data on each path, its writes per step, its lifetime, and steps without it.
 
-No torch here. Which path gets what follows from the system's schedule on the described machine.
+The distribution over the paths follows from the system's schedule on the described machine. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ TB = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class PathPlan:
-    """One path of a run. `seconds_without`: of a step over the others; None where none is left, or no time known."""
+    """One path of a run.
+
+    `seconds_without`: duration of a step without this path; None if it is the only path or is not written, or if times
+    are unknown.
+    """
 
     name: str
-    share: float  # of the optimizer states that are on paths
+    share: float  # of the bytes that a step writes to paths, and thus of the bytes stored on them
     stored_bytes: int
     write_bytes_per_step: int
     seconds_without: float | None
@@ -33,10 +38,10 @@ class PathPlan:
 def plan_paths(
     work: Workload, machine: MachineSpec | None, seconds: float | None, rated_tb: float | None
 ) -> list[PathPlan]:
-    """The paths of `work` on `machine`, in its order; none for a system that does not use several.
+    """Return the paths of `work` on `machine`, in the machine's order; empty if the system does not use several.
 
-    `seconds` of a step over all of them; `rated_tb`: what each drive may be written in its life. Raises ValueError
-    where the run names another number of paths than the machine has.
+    `seconds`: duration of a step over all paths. `rated_tb`: lifetime writes of each drive in TB. Raises ValueError if
+    the run names a different number of paths than the machine has.
     """
     if not work.arrangement.over_paths or machine is None or not machine.described.get("paths"):
         return []
@@ -70,12 +75,12 @@ def plan_paths(
 
 
 def _without(work: Workload, machine: MachineSpec, number: int) -> float | None:
-    """Seconds of a step over all paths but that one."""
+    """Return the seconds of a step over all paths except number `number`; None if no path is left."""
     left = [path for other, path in enumerate(machine.described["paths"]) if other != number]
     if not left:
         return None
     parts: dict[str, Any] = dict(work.arrangement.parts)
-    for key in ("tiers", "tier_placement"):  # a list of folders, or a ratio by hand
+    for key in ("tiers", "tier_placement"):  # a list of folders, or an explicit ratio
         if isinstance(parts.get(key), list | tuple):
             parts[key] = [each for other, each in enumerate(parts[key]) if other != number]
     fewer = dataclasses.replace(machine, described={**machine.described, "paths": left})

@@ -1,4 +1,4 @@
-"""Stacked bars of a plan: where every GiB of host memory goes, for the system asked about and for its peers."""
+"""Stacked bars of a plan: the host memory by component, for the planned system and for its alternatives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memascend.planner.footprint import GIB, Plan
 from memascend.planner.plan_result import PlanResult
 
 FORMATS = (".svg", ".png", ".pdf")
-# Okabe and Ito's colours: told apart by people with any colour vision, and in grey print by their order.
+# Okabe and Ito's colours, which can be distinguished with any colour vision; in grey print the order identifies them.
 _COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -26,7 +26,11 @@ _BAR_INCHES = 0.55
 
 
 def draw(result: PlanResult, path: Path, *, force: bool = False) -> None:
-    """Write the picture. ValueError, in one line, for an unknown format, a file that exists, or no matplotlib."""
+    """Write the picture to `path`.
+
+    Raises a one-line ValueError for an unknown format, a file that exists (unless `force`) or cannot be written, or if
+    matplotlib is missing.
+    """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"--picture {path}: end the name in {', '.join(FORMATS)}")
     if path.exists() and not force:
@@ -52,7 +56,7 @@ def draw(result: PlanResult, path: Path, *, force: bool = False) -> None:
 
 
 def _bars(axes: Any, plans: list[Plan]) -> None:
-    """One horizontal bar a system, one colour a component, in the order of the first bar's sizes."""
+    """Draw one horizontal bar per system, with one colour per component, the largest components first."""
     components = [plan.components() for plan in plans]
     names = sorted(
         {name for each in components for name in each}, key=lambda n: (-max(c.get(n, 0) for c in components), n)

@@ -1,8 +1,8 @@
-"""What passes through the GPU in one forward pass, piece by piece: the unit in which schedules stream a model.
+"""The pieces of a model in the order of a forward pass: the units in which schedules stream it through the GPU.
 
-A piece is a quarter of a block, since a block's matrices come and go one by one and so reading, copying and computing
-overlap within it. Adjacent blocks of deep models are folded together, so that a step stays within some thousand tasks.
-No torch here.
+A piece is a quarter of a block, because a block's matrices are streamed one by one, so that reading, copying and
+computing overlap within the block. Adjacent blocks of deep models are folded together to limit a step to a few thousand
+tasks. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from memascend.planner.workload import ELEMENT_BYTES, Workload
 PIECES_PER_BLOCK = 4
 EMBEDDING, OUTPUT = "embedding", "output"
 FIRST, LAST = "first", "last"
-_MOST_BLOCKS = 32  # blocks beyond this many are folded into their neighbours
+_MOST_BLOCKS = 32  # with more blocks than this, adjacent ones are folded together
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of the model, for one forward pass of one batch.
 
-    `weight_bytes`: of its tensors in the training dtype, as one GPU needs them. `stored_bytes`: of them on the SSD,
-    summed over the ranks; a tied output matrix is stored with the embedding and read once more. `flops` on one GPU.
-    `checkpoint_bytes`: activation checkpoints of one GPU that it leaves. `parameters`: elements, each counted once.
+    `weight_bytes`: its tensors in the training dtype, as one GPU needs them. `stored_bytes`: the part of them on the
+    SSD, summed over the ranks; a tied output matrix is stored with the embedding and read a second time. `flops`:
+    floating-point operations on one GPU. `checkpoint_bytes`: activation checkpoints that it leaves, on one GPU.
+    `parameters`: elements, each counted once.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Piece:
 
 
 def cut(piece: Piece, numels: Sequence[int]) -> list[Piece]:
-    """The piece in slices with shares like `numels`; sums are exact. One alone keeps its name."""
+    """Cut a piece into slices in proportion to `numels`; sums are exact. A single slice keeps the piece's name."""
     if len(numels) < 2:
         return [piece]
     whole, begin, out = sum(numels), 0, []
@@ -63,15 +64,15 @@ def cut(piece: Piece, numels: Sequence[int]) -> list[Piece]:
 
 
 def part_of(piece: Piece) -> str:
-    """`EMBEDDING`, `OUTPUT`, or another word: of a slice the same as of the whole."""
+    """Return the part of the model: `EMBEDDING`, `OUTPUT` or another word, the same for a slice as for the whole."""
     return piece.name.partition(" ")[0]
 
 
 def forward_flops(spec: ModelSpec, batch: int, context: int) -> float:
-    """Floating-point operations of one forward pass on one GPU: 2 a weight and token, and causal attention.
+    """Return the floating-point operations of one forward pass on one GPU: 2 per weight and token, plus attention.
 
-    Attention takes 4 C heads head_dim a token and block for scores and values, half of it under a causal mask. Of a
-    mixture's experts only those that a token visits count; the embedding is a look-up, the output matrix a product.
+    Attention takes 4 C heads head_dim per token and block for scores and values, halved by the causal mask. In a
+    mixture only the experts that a token visits count. The embedding is a look-up, the output matrix a product.
     """
     chosen = spec.experts_per_token / spec.experts if spec.experts else 1.0
     weights = float(spec.vocab * spec.hidden)
@@ -83,12 +84,12 @@ def forward_flops(spec: ModelSpec, batch: int, context: int) -> float:
 
 
 def checkpoint_bytes_a_block(work: Workload) -> int:
-    """Eq. 1 of MemAscend for one block, batch and GPU."""
+    """Return the bytes of one block's activation checkpoints, per batch and GPU (MemAscend, Eq. 1)."""
     return work.batch * work.context * work.spec.hidden * ELEMENT_BYTES[work.dtype]
 
 
 def pieces(work: Workload) -> list[Piece]:
-    """The model in the order of its forward pass: embedding, blocks, output. Sums are exact, to the byte."""
+    """Return the pieces in the order of a forward pass: embedding, blocks, output. Sums are exact, to the byte."""
     spec, swaps, smallest = work.spec, work.swaps, work.swap_threshold_bytes / ELEMENT_BYTES[work.dtype]
     parts = {block: _Part() for block in (FIRST, *range(spec.layers), LAST)}
     for number, tensor in enumerate(spec.tensors()):
@@ -111,7 +112,7 @@ def pieces(work: Workload) -> list[Piece]:
 
 @dataclass
 class _Part:
-    """Elements of a block or of what lies outside: all of them, and what all ranks store on the SSD."""
+    """Elements of a block, or of the tensors outside blocks: in total, and those that all ranks store on the SSD."""
 
     numel: int = 0
     stored: int = 0

@@ -1,4 +1,4 @@
-"""Everything that `memascend plan` answers for one configuration, computed once; the reports only print it."""
+"""All results of `memascend plan` for one configuration, computed once; the reports only print them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TB = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that one kind of memory must hold, and how many there are (None: unspecified)."""
+    """Bytes needed of one kind of memory, and the available bytes (None: unspecified)."""
 
     name: str
     needed_bytes: int
@@ -39,21 +39,21 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Wear:
-    """What training writes to the SSD. Per day and in days only where a step's time is known."""
+    """Writes of training to the SSD. Rates per day and lifetimes in days need the duration of a step."""
 
     bytes_per_step: int
     seconds_per_step: float | None
     endurance_tb: float | None
-    activation_bytes: int = 0  # of bytes_per_step; all GPUs
-    untimed_bytes: int = 0  # of activation_bytes: what the seconds leave out
+    activation_bytes: int = 0  # the part of bytes_per_step that is activations; all GPUs
+    untimed_bytes: int = 0  # the part of activation_bytes whose transfers are not in seconds_per_step
     computing_s: float | None = (
-        None  # of a step whose seconds have the transfers of activations in them: products alone
+        None  # time of the products alone, if seconds_per_step includes the transfers of activations
     )
-    endurance_gain: float = 1.0  # lifetime writes over the rating
+    endurance_gain: float = 1.0  # lifetime writes divided by the rating
 
     @property
     def activation_bytes_per_s(self) -> float | None:
-        """What all SSDs together must take so that writing activations fills half of the step (SSDTrain, III-D)."""
+        """Write bandwidth of all SSDs together with which activations take half of the step (SSDTrain, III-D)."""
         seconds = self.computing_s or self.seconds_per_step
         return self.activation_bytes / (seconds / 2) if self.activation_bytes and seconds else None
 
@@ -75,7 +75,7 @@ class Wear:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """The same run with another system. `seconds` of a step; None where no machine is named, or it lacks a rate."""
+    """The same run with another system. `seconds`: duration of a step; None without a machine or a rate of it."""
 
     plan: Plan
     seconds: float | None
@@ -83,7 +83,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """One plan with all that follows from it. `time` None where `no_time` says why."""
+    """One plan and everything derived from it. If `time` is None, `no_time` says why."""
 
     work: Workload
     host: Plan
@@ -96,24 +96,24 @@ class PlanResult:
     no_time: str
     wear: Wear
     others: tuple[Peer, ...]
-    choice: Choice | None = None  # where the system lets the policies of activations be chosen, within a GPU's memory
-    paths: tuple[PathPlan, ...] = ()  # where the system uses several
-    nodes: NodePlan | None = None  # where a machine with several memory nodes is described
+    choice: Choice | None = None  # if the system's activation policies can be chosen and GPU memory is limited
+    paths: tuple[PathPlan, ...] = ()  # if the system uses several
+    nodes: NodePlan | None = None  # if the machine has several memory nodes
 
     @property
     def rated(self) -> MachineSpec:
-        """The machine, where something was computed for one."""
+        """The machine, which must have been given."""
         assert self.machine is not None, "computed for no machine"
         return self.machine
 
     @property
     def swap_bytes(self) -> int:
-        """What lies on the SSD between steps, where there is room enough."""
+        """Bytes on the SSD between steps if there is enough space."""
         return stored_within(self.work, None)
 
     @property
     def fits(self) -> bool | None:
-        """False where something does not fit, True where something was checked and all of it fits, else None."""
+        """False if something does not fit, True if everything that was checked fits, None if nothing was checked."""
         verdicts = [need.fits for need in self.needs if need.fits is not None]
         verdicts += [self.nodes.fits] if self.nodes else []
         return all(verdicts) if verdicts else None
@@ -127,13 +127,14 @@ def full_plan(
     placement: str | None = None,
     endurance_gain: float = 1.0,
 ) -> PlanResult:
-    """Plan `work` against `limits`, on `machine` where one is named; `placement`: of a machine with memory nodes.
+    """Plan `work` against `limits`, on `machine` if one is given.
 
-    `endurance_tb`: what the drives are rated to write; `endurance_gain`: how many times that they are trusted with.
+    `endurance_tb`: rated lifetime writes of the drives in TB. `endurance_gain`: expected lifetime writes divided by the
+    rating. `placement`: policy for a machine with several memory nodes.
     """
-    kept = within_room(work, limits.ssd_bytes)  # with as many versions of the states as there is room for
+    kept = within_room(work, limits.ssd_bytes)  # with as many versions of the states as fit
     host, volume = plan(kept), io_volume(kept)
-    device = DevicePlan(entries=()) if work.on_cpu else gpu_memory(kept)  # on a CPU: in host memory
+    device = DevicePlan(entries=()) if work.on_cpu else gpu_memory(kept)  # on a CPU these tensors are in host memory
     unscheduled = 0 if volume.activation_bytes else activation_writes(work)
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
@@ -180,7 +181,7 @@ def _choice(work: Workload, machine: MachineSpec, gpu_bytes: float | None) -> Ch
 
 
 def _chooses_policies(system: Any) -> bool:
-    if getattr_static(system, "chooses_fates", False) is True:  # a system of the user's, by the name of version 1.0
+    if getattr_static(system, "chooses_fates", False) is True:  # a user's system with the attribute of version 1.0
         warn_renamed("chooses_fates of a system", "chooses_policies")
         return True
     return getattr(system, "chooses_policies", False)
@@ -196,10 +197,10 @@ def _nodes(host: Plan, machine: MachineSpec | None, policy: str | None, host_gra
 
 
 def _others(work: Workload) -> Iterator[Plan]:
-    """The other offloading systems that train at their defaults, and the arms that each wants shown beside it.
+    """Yield plans of the other offloading systems that can train: their default arms, and arms with `shown_beside`.
 
-    Stock DeepSpeed fails with bf16 states on NVMe, and other systems have no 8-bit moments, so their bars are those
-    that can be had.
+    Stock DeepSpeed fails with bf16 states on NVMe, and other systems have no 8-bit moments: they are planned with fp32
+    states then.
     """
     for name in systems.names():
         arms = systems.load(name).arms

@@ -1,7 +1,7 @@
-"""Which tensors stream through the parameter buffer pool, and how large either pool is for a model.
+"""The tensors of a model that stream through the parameter buffer pool, and the pool sizes of both designs.
 
-A run asks its modules, a plan its specification; both hand element counts to the same pool classes in
-`memascend.memory.pools`.
+A run takes the element counts from its modules, a plan from its specification; both pass them to the same pool classes
+in `memascend.memory.pools`.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ from dataclasses import dataclass
 
 from memascend.planner.tensors import TensorSpec
 
-# DeepSpeed keeps a partition under 1 MiB in host memory for good (max(MIN_AIO_BYTES, block_size) in its swappers).
-# For a twin it is divided by k^2, as every threshold in bytes is.
+# DeepSpeed keeps partitions under 1 MiB permanently in host memory (max(MIN_AIO_BYTES, block_size) in its swappers).
+# For a twin the threshold is divided by k^2, like every threshold in bytes.
 SWAP_THRESHOLD_BYTES = 1 << 20
-# "2 embedding" of MemAscend IV-B: buffers that the baseline holds beside those of its blocks, tied or not.
+# "2 embedding" of MemAscend IV-B: buffers of the baseline in addition to those of its blocks, tied or not.
 OUTSIDE_BUFFERS = 2
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """Elements of each rank's partition of the tensors that live on the SSD: block by block, and those outside."""
+    """The tensors on the SSD, as elements of each rank's partition: by block, and those outside the blocks."""
 
     blocks: tuple[tuple[int, ...], ...]
     outside: tuple[int, ...]
-    resident: tuple[TensorSpec, ...]  # too small to be worth a transfer: they stay in host memory
+    resident: tuple[TensorSpec, ...]  # too small to be worth a transfer; they stay in host memory
 
     @property
     def largest(self) -> int:
         return max(self.outside + tuple(numel for block in self.blocks for numel in block))
 
     def monolithic_count(self, blocks_in_flight: int = 1) -> int:
-        """Uniform buffers of the baseline: 2 + N x (matrices of the fullest block), 9 for a dense model and N = 1."""
+        """Return the number of the baseline's uniform buffers: 2 + N x (matrices of the largest block).
+
+        For a dense model and N = 1 block in flight these are 9.
+        """
         return OUTSIDE_BUFFERS + blocks_in_flight * max((len(block) for block in self.blocks), default=0)
 
 
 def partition_numel(numel: int, ranks: int) -> int:
-    """Elements of one rank's share of a tensor (ZeRO-3 pads the last one)."""
+    """Return the elements of one rank's share of a tensor, rounded up (ZeRO-3 pads the last one)."""
     return -(-numel // ranks)
 
 
 def streamed(
     tensors: Sequence[TensorSpec], *, element_bytes: int, ranks: int = 1, threshold_bytes: float = SWAP_THRESHOLD_BYTES
 ) -> Streamed:
-    """Split a model's tensors into those that stream and those that stay.
+    """Split a model's tensors into those that stream and those that stay in host memory.
 
-    Raises ValueError where nothing is large enough to stream: then there is nothing to plan a pool for.
+    Raises ValueError if nothing is large enough to stream, since no pool is needed then.
     """
     blocks: dict[int, list[int]] = {}
     outside: list[int] = []
@@ -67,10 +70,10 @@ def streamed(
 
 
 def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list[list[int]]:
-    """Elements of the partitions in each of one rank's optimizer sub-groups, in order.
+    """Return the partition sizes in elements of each of one rank's optimizer sub-groups, in order.
 
-    DeepSpeed closes a group once the partitions in it reach `size` elements (stage3, _create_fp16_sub_groups), so the
-    largest one is up to `size` plus the largest tensor. With size 1 every tensor is a group of its own.
+    DeepSpeed closes a group once its partitions reach `size` elements (stage3, _create_fp16_sub_groups), so the largest
+    group has up to `size` plus the largest tensor. With size 1 every tensor is a group of its own.
     """
     groups: list[list[int]] = []
     open_group: list[int] = []

@@ -1,4 +1,4 @@
-"""A plan as a table for people and as JSON for programs."""
+"""The report of a plan: tables as text for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 44
 
 
 def as_text(result: PlanResult) -> str:
-    """The whole answer, section by section."""
+    """Return the whole report as text, section by section."""
     sections = [
         [_title(result), f"{result.work.stack}", *_beyond_the_model(result)],
         _table("host memory at the peak of a step", result.host.components(), result.work.spec.k),
@@ -67,7 +67,7 @@ def _beyond_the_model(result: PlanResult) -> list[str]:
 
 
 def _table(title: str, components: dict[str, int], k: int) -> list[str]:
-    """Rows of sizes and shares, in GiB, or in MiB for a twin of divisor `k`."""
+    """Return rows of sizes and shares, in GiB, or in MiB for a twin with divisor `k` > 1."""
     total = sum(components.values())
 
     def cell(size: int) -> str:
@@ -91,7 +91,7 @@ def gib(size: float) -> str:
 
 
 def _number(value: float, digits: int = 3) -> str:
-    """With so many significant digits, and never as a power of ten where it is large."""
+    """Format a number with `digits` significant digits; large numbers never use exponents."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
@@ -129,7 +129,7 @@ def _ssd(result: PlanResult) -> list[str]:
 
 
 def _paths(result: PlanResult) -> list[str]:
-    """What each path holds and is written, and what a step takes without it."""
+    """Return a table of the paths: bytes stored and written per step, seconds of a step without it, and lifetime."""
     if not result.paths:
         return []
     head = f"paths of {result.rated.name}, side by side without RAID"
@@ -148,7 +148,7 @@ def _paths(result: PlanResult) -> list[str]:
 
 
 def _nodes(result: PlanResult) -> list[str]:
-    """Which memory node holds what, and what is left of each."""
+    """Return a table of the memory nodes: bytes by class, used and total."""
     made = result.nodes
     if made is None:
         return []
@@ -201,7 +201,7 @@ def _remedy(need: Need, result: PlanResult) -> list[str]:
 
 
 def _verdict(need: Need, result: PlanResult) -> str:
-    """Of a need with a limit."""
+    """Return one line that says whether a need with a limit fits, and by how much."""
     assert need.limit_bytes is not None
     spare = need.limit_bytes - need.needed_bytes
     limit = f"{need.limit_bytes / GIB:.2f}".removesuffix(".00") + " GiB"
@@ -258,7 +258,7 @@ def _time(result: PlanResult) -> list[str]:
 
 
 def _choice(result: PlanResult) -> list[str]:
-    """What to do with each block's activations, and what one policy for all of them would take."""
+    """Return a table of the fastest fitting policies for activations, next to one policy for all blocks."""
     made = result.choice
     if made is None:
         return []
@@ -282,14 +282,14 @@ def _choice(result: PlanResult) -> list[str]:
 
 
 def _others(result: PlanResult) -> list[str]:
-    """Host memory, and seconds of a step where a machine is named, of the same run with each other system."""
+    """Return a table of the same run with the other systems: host memory, and seconds per step if known."""
     if not result.others:
         return []
     limit = next(need.limit_bytes for need in result.needs if need.name == "host memory")
     timed = result.time is not None or any(peer.seconds is not None for peer in result.others)
     labels = {peer.plan.label: peer.plan.label for peer in result.others}
     for peer in result.others:
-        if peer.plan.work.kept_states != result.work.kept_states:  # those asked for it does not have
+        if peer.plan.work.kept_states != result.work.kept_states:  # it does not support the requested states
             labels[peer.plan.label] += f", {peer.plan.work.kept_states} states"
     width = max(_WIDTH, *(len(label) + 4 for label in labels.values()))
     head = f"{'host memory with another system (modelled)':<{width}}{'GiB':>10}{'ratio':>8}"
@@ -306,7 +306,7 @@ def _others(result: PlanResult) -> list[str]:
 
 
 def as_json(result: PlanResult) -> dict[str, Any]:
-    """Plain types; bytes and seconds. Keys are only added."""
+    """Return the plan as JSON types, in bytes and seconds. Later versions only add keys."""
     work, made = result.work, result.host
     limits = {need.name: need for need in result.needs}
     others = [(peer.plan.work, peer.plan.host_bytes) for peer in result.others]

@@ -1,8 +1,9 @@
-"""What a model is made of, from its configuration alone: names and shapes of every parameter, and its twins.
+"""Model specifications from a configuration alone: names and shapes of all parameters, and the model's twins.
 
-No torch and no transformers here: a plan must work on a machine that has neither a GPU nor the model's weights.
-Shapes follow the Hugging Face classes (checked name by name against them in the tests). Experts of a mixture are listed
-one matrix each, as transformers stores them through 4.57 and MemAscend counts them; `fused()` is transformers 5's way.
+This module imports neither torch nor transformers: a plan must work on a machine that has neither a GPU nor the model's
+weights. Shapes follow the Hugging Face classes (the tests compare them name by name). The experts of a mixture are
+listed as separate matrices, as transformers stores them up to 4.57 and MemAscend counts them; `fused()` lists them as
+transformers 5 does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memascend.planner.layouts import COVERED_KEYS, LAYOUTS, UNCLASSED_KEYS
 from memascend.planner.tensors import TensorSpec, named_tensors
 from memascend.suggestions import did_you_mean
 
-# Sizes that a twin divides (DESIGN, Words: Twin). Everything else stays: layers, heads, experts, rope, context limits.
+# Sizes that a twin divides (DESIGN, Words: Twin). Layers, heads, experts, rope and context limits are unchanged.
 _TWIN_SIZES = ("hidden", "intermediate", "vocab", "head_dim", "expert_intermediate", "shared_intermediate")
 _HF_KEYS = {
     "hidden": "hidden_size",
@@ -31,7 +32,7 @@ _HF_KEYS = {
     "shared_intermediate": "shared_expert_intermediate_size",
     "layers": "num_hidden_layers",
 }
-# What older architectures call the same sizes.
+# Names of the same sizes in older architectures.
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim"),
@@ -45,10 +46,10 @@ _TIED_BY_DEFAULT = ("gemma", "gemma2", "gpt2", "opt")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Sizes of one decoder model. `intermediate` is the dense feed-forward size, 0 where no layer has one."""
+    """Sizes of one decoder model. `intermediate` is the dense feed-forward size, 0 if no layer has one."""
 
-    name: str  # the committed name, or the folder's for a local configuration
-    display: str  # as papers print it: Qwen2.5-7B
+    name: str  # the committed name, or the folder's name for a local configuration
+    display: str  # the name as papers print it, such as Qwen2.5-7B
     model_type: str
     hidden: int
     intermediate: int
@@ -62,8 +63,8 @@ class ModelSpec:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     experts_per_token: int = 0
-    fused_experts: bool = False  # as transformers 5 stores them: two tensors per block instead of three an expert
-    k: int = 1  # twin divisor: every matrix is 1/k^2 of the original's
+    fused_experts: bool = False  # as in transformers 5: two tensors per block instead of three per expert
+    k: int = 1  # twin divisor: every matrix has 1/k^2 of the original's elements
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -77,7 +78,7 @@ class ModelSpec:
         return tuple(named_tensors(_class_on_meta(self.name, self.hf_config_dict()).shapes))
 
     def tensors(self) -> list[TensorSpec]:
-        """Every parameter, in the order in which a forward pass meets it; a tied output matrix is not listed twice."""
+        """Return all parameters in the order of a forward pass; a tied output matrix is not listed twice."""
         return list(self._tensors)
 
     @cached_property
@@ -85,14 +86,15 @@ class ModelSpec:
         return sum(tensor.numel for tensor in self._tensors)
 
     def largest(self) -> TensorSpec:
-        """The largest tensor: the embedding in every model of the papers."""
+        """Return the largest tensor, which is the embedding in every model of the papers."""
         return max(self._tensors, key=lambda tensor: tensor.numel)
 
     def twin(self, k: int) -> ModelSpec:
-        """The same model with widths divided by k: layers, heads, KV heads and experts stay, matrices shrink by k^2.
+        """Return the same model with widths divided by k, so that matrices shrink by k^2.
 
-        Raises ValueError where k is no power of two (power-of-two rounding would waste another fraction), where a size
-        is not divisible, or where head_dim / k is odd (rotary embedding needs pairs).
+        The numbers of layers, heads, KV heads and experts stay. Raises ValueError if k is not a power of two
+        (power-of-two rounding would waste a different fraction), if a size is not divisible by k, if head_dim / k is
+        odd (rotary embedding needs pairs), or for latent attention.
         """
         if k < 1 or k & (k - 1):
             raise ValueError(f"twin divisor {k} of {self.label} is not a power of two: take 2, 4, 8, 16 ...")
@@ -116,14 +118,15 @@ class ModelSpec:
         return dataclasses.replace(self, **sizes, k=self.k * k)
 
     def fused(self, fused: bool = True) -> ModelSpec:
-        """The same model with its experts stored as transformers 5 does, or one matrix each; dense models are the same.
+        """Return the same model with its experts stored as in transformers 5, or as separate matrices.
 
-        Where a class was read as it is (no layout rule), its experts stay as the installed transformers stores them.
+        Dense models are unchanged. If the shapes come from the real class (no layout rule), its experts stay as the
+        installed transformers stores them.
         """
         return dataclasses.replace(self, fused_experts=fused and self.experts > 0)
 
     def hf_config_dict(self) -> dict[str, Any]:
-        """The Hugging Face configuration, for `transformers.AutoConfig.for_model(**spec.hf_config_dict())`."""
+        """Return the Hugging Face configuration, for `transformers.AutoConfig.for_model(**spec.hf_config_dict())`."""
         out = {key: value for key, value in self.config.items() if not key.startswith("_")}
         for field, key in _HF_KEYS.items():
             for name in (key, *_ALIASES.get(key, ())):
@@ -134,19 +137,22 @@ class ModelSpec:
         if "word_embed_proj_dim" in out:
             out["word_embed_proj_dim"] = self.hidden
         plain = self.head_dim * self.heads == self.hidden and "head_dim" not in out
-        if not plain and "kv_lora_rank" not in out:  # there head_dim is the rotary part's
+        if not plain and "kv_lora_rank" not in out:  # with latent attention head_dim is that of the rotary part
             out["head_dim"] = self.head_dim
         return out
 
 
 def known_models() -> list[str]:
-    """Names of the committed configurations."""
+    """Return the names of the committed configurations."""
     folder = resources.files("memascend.planner") / "models"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def fused_experts(experts: str) -> bool:
-    """Whether experts are fused: as asked for, or as the installed transformers does (separate where there is none)."""
+    """Return whether experts are fused: as requested, or for "auto" as the installed transformers stores them.
+
+    Without transformers, "auto" means separate experts.
+    """
     if experts != "auto":
         return experts == "fused"
     try:
@@ -156,10 +162,10 @@ def fused_experts(experts: str) -> bool:
 
 
 def model_spec(name_or_path: str | Path) -> ModelSpec:
-    """The model of a committed name, a display or hub name (Qwen/Qwen2.5-7B), a config.json or a folder with one.
+    """Return the model of a committed name, a display or hub name (Qwen/Qwen2.5-7B), a config.json or its folder.
 
-    Raises ValueError, in one line, for an unknown name (nearest and known names listed), an unreadable configuration,
-    a missing or impossible size, or an architecture with a tensor that we cannot class.
+    Raises a one-line ValueError for an unknown name (with the nearest and all known names), an unreadable
+    configuration, a missing or impossible size, or an architecture with a tensor that cannot be classified.
     """
     path = Path(name_or_path)
     if path.suffix == ".json" or (path / "config.json").is_file():
@@ -186,10 +192,10 @@ def _committed_spec(name: str) -> ModelSpec:
 
 
 def spec_from_config(config: Mapping[str, Any], *, name: str, display: str) -> ModelSpec:
-    """A ModelSpec from the keys of a Hugging Face config.json.
+    """Return a ModelSpec from the keys of a Hugging Face config.json.
 
-    An architecture without a layout rule is read from its real class on the meta device, where transformers is
-    installed. Raises ValueError, in one line, for what is missing, impossible or cannot be classed.
+    An architecture without a layout rule is read from its real class on the meta device, if transformers is installed.
+    Raises a one-line ValueError for missing or impossible sizes and for tensors that cannot be classified.
     """
     model_type = str(config.get("model_type", ""))
     _refuse_unclassed(config, model_type, name)
@@ -226,12 +232,15 @@ def spec_from_config(config: Mapping[str, Any], *, name: str, display: str) -> M
         experts_per_token=size("num_experts_per_tok", default=2) if experts else 0,
         config=dict(config),
     )
-    spec.tensors()  # a tensor that cannot be classed is named here, not later
+    spec.tensors()  # raises here, not later, for a tensor that cannot be classified
     return spec
 
 
 def _class_on_meta(name: str, config: Mapping[str, Any]) -> Any:
-    """Sizes and shapes of the real class (`memascend.integrations.meta_shapes`); ValueError without transformers."""
+    """Return sizes and shapes of the real class (`memascend.integrations.meta_shapes`).
+
+    Raises ValueError without transformers.
+    """
     model_type = config.get("model_type") or "not given"
     try:
         from memascend.integrations.meta_shapes import meta_shapes

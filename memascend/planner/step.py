@@ -1,8 +1,9 @@
-"""The tasks of one optimizer step, as a system's `schedule` adds them. No torch here.
+"""The tasks of one optimizer step, as a system's `schedule` adds them. This module does not import torch.
 
-What holds for every schedule: ranks are alike, so one of them stands for all. Amounts on resources of its own (`gpu0`,
-`pcie0.down`) are those of one rank, amounts on what ranks share (`ssd.read`, `cpu`, a path) those of all. Batches of an
-accumulated step are alike too: their amounts are added up, which keeps their work and what it overlaps with.
+All schedules share these conventions: ranks are alike, so one of them represents all. Amounts on a rank's own resources
+(`gpu0`, `pcie0.down`) are those of one rank; amounts on shared resources (`ssd.read`, `cpu`, a path) are those of all
+ranks. The batches of an accumulated step are alike too, so their amounts are summed, which preserves their work and
+what it overlaps with.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from memascend.planner.workload import ELEMENT_BYTES, INT8_MOMENTS_BYTES, Worklo
 from memascend.simulator import Task
 
 PHASES = ("forward", "backward", "optimizer")
-SAVED = "saved activations"  # the pool that says how many bytes of them one GPU holds
+SAVED = "saved activations"  # the pool that tracks the bytes of saved activations on one GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class IoVolume:
-    """Bytes that storage serves in one step, by phase, of all ranks and paths. `stored_bytes`: what lies there between
-    steps; `activation_bytes`: those of `write_bytes` that are saved activations, which backward reads again."""
+    """Bytes read from and written to storage in one step, by phase, summed over all ranks and paths.
+
+    `stored_bytes`: bytes on storage between steps. `activation_bytes`: the part of `write_bytes` that is saved
+    activations, which backward reads again.
+    """
 
     read_bytes: dict[str, int]
     write_bytes: dict[str, int]
@@ -45,9 +49,9 @@ class IoVolume:
 
 
 class Step:
-    """One optimizer step of `work`; `machine` None where only its bytes are asked for.
+    """One optimizer step of `work`. `machine` may be None if only byte counts are needed.
 
-    A schedule adds tasks with `add`, pools with `pool`, and says with `store` what lies on storage between steps.
+    A schedule adds tasks with `add`, pools with `pool`, and with `store` the bytes on storage between steps.
     """
 
     def __init__(self, work: Workload, machine: MachineSpec | None = None, costs: Calibrations | None = None) -> None:
@@ -56,8 +60,8 @@ class Step:
         self.pools: dict[str, float] = {}
         self.locks: list[str] = []
         self.stored_bytes: dict[str, int] = {}
-        self.activation_bytes = 0.0  # saved activations that tasks write, of all ranks
-        # Class of tensors -> shares of it on memory that has a rate of its own; a class that is not there loads none.
+        self.activation_bytes = 0.0  # saved activations that tasks write, summed over all ranks
+        # Class of tensors -> its shares on memories that have a rate of their own. A class without an entry loads none.
         self.places: Mapping[str, Mapping[str, float]] = {}
 
     def add(
@@ -71,7 +75,7 @@ class Step:
         gives: Mapping[str, float] | None = None,
         holds: Iterable[str] = (),
     ) -> str:
-        """Add a task; returns its name, for the `after` of those that wait for it. Empty names are left out."""
+        """Add a task and return its name, for the `after` of tasks that wait for it; `after` ignores empty names."""
         task = Task(
             name=name,
             phase=phase,
@@ -85,12 +89,12 @@ class Step:
         return name
 
     def pool(self, name: str, size: float) -> str:
-        """A pool of `size` bytes; a task that takes of it waits while it is full."""
+        """Add a pool of `size` bytes and return its name. A task that takes bytes from it waits while it is full."""
         self.pools[name] = size
         return name
 
     def store(self, what: str, nbytes: int) -> None:
-        """Say that `nbytes`, of all ranks together, lie on storage between steps."""
+        """Add `nbytes`, summed over all ranks, to what is on storage between steps."""
         self.stored_bytes[what] = self.stored_bytes.get(what, 0) + nbytes
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
@@ -101,29 +105,32 @@ class Step:
 
     @property
     def state_bytes(self) -> int:
-        """Of one element of master weights, gradients and moments; of 8-bit moments without their scales."""
+        """Bytes per element of master weights, gradients and moments; for 8-bit moments without their scales."""
         return ELEMENT_BYTES[self.work.kept_states]
 
     @property
     def pool_bytes(self) -> int:
-        """Of the parameter pool in the amounts that pieces take: as many blocks as it has buffers for."""
+        """Bytes of the parameter pool, in units of the largest piece: as many blocks as are in flight."""
         return self.work.blocks_in_flight * PIECES_PER_BLOCK * max(piece.weight_bytes for piece in self.pieces)
 
     @cached_property
     def swapped_weight_bytes(self) -> int:
-        """Of the weights on the SSD, all ranks together. ValueError where nothing is large enough to stream."""
+        """Bytes of the weights on the SSD, over all ranks. Raises ValueError if nothing is large enough to stream."""
         parts, element = self.work.streamed(), ELEMENT_BYTES[self.work.dtype]
         return self.work.ranks * element * (sum(map(sum, parts.blocks)) + sum(parts.outside))
 
     @cached_property
     def swapped_states_bytes(self) -> int:
-        """Of one of master, gradient, first and second moment on the SSD, all ranks together; smaller groups stay."""
+        """Bytes on the SSD of each of master weights, gradients, first and second moments, all ranks together.
+
+        Sub-groups below the swap threshold stay in memory and are not counted.
+        """
         work, size = self.work, self.state_bytes
         swapped = [numel for numel in map(sum, work.sub_groups()) if numel * size >= work.swap_threshold_bytes]
         return work.ranks * size * sum(swapped)
 
     def divide(self, nbytes: int, among: list[Piece]) -> list[int]:
-        """Shares of `nbytes` by the pieces' parameters; their sum is exact."""
+        """Divide `nbytes` in proportion to the pieces' parameters; the shares sum to `nbytes` exactly."""
         whole, so_far, given, out = sum(piece.parameters for piece in among), 0, 0, []
         for piece in among:
             so_far += piece.parameters
@@ -133,14 +140,17 @@ class Step:
 
     @property
     def gathered_share(self) -> float:
-        """The share of the weights that comes over a GPU's PCIe: without a link between GPUs, all of them."""
+        """Share of the weights that passes through one GPU's PCIe link: all of them without a link between GPUs."""
         return 1 / self.work.ranks if self.machine is not None and self.machine.direct_gpu_link else 1.0
 
     # -- work of the device --------------------------------------------------------------------------------------------
 
     def products(self, phase: str, piece: Piece, *, recomputed: bool | None = None) -> float:
-        """Floating-point operations of a piece in `forward` or `backward`, where a checkpointed block is `recomputed`
-        (None: as the work's stack says), and the runtime's own time, which the same thread spends."""
+        """Return the floating-point operations of a piece in phase `forward` or `backward`, over all batches of a step.
+
+        In backward, a checkpointed block is recomputed if `recomputed` (None: as the work's stack says). The runtime's
+        own time is added as equivalent operations, because the same thread spends it.
+        """
         passes = 1.0
         if phase == "backward":
             again = self.work.stack.checkpoints if recomputed is None else recomputed
@@ -157,7 +167,10 @@ class Step:
     # -- host memory ---------------------------------------------------------------------------------------------------
 
     def memory(self, **nbytes: float) -> dict[str, float]:
-        """What reading or writing bytes of a class (`weights`, `activations` ...) loads, of all ranks together."""
+        """Return the load on host memories of reading or writing bytes by class (`weights`, `activations` ...).
+
+        The byte counts and the result are summed over all ranks.
+        """
         needs: dict[str, float] = {}
         for name, size in nbytes.items():
             for place, share in self.places.get(name, {}).items():
@@ -168,13 +181,16 @@ class Step:
     # -- work of the CPU -----------------------------------------------------------------------------------------------
 
     def streaming_s(self, nbytes: float, efficiency: float) -> float:
-        """Seconds in which the CPU streams `nbytes` at a share of the memory's bandwidth; 0 without a machine."""
+        """Return the seconds for the CPU to stream `nbytes` at a share of the memory bandwidth; 0 without a machine."""
         bandwidth = self.machine.memory_bytes_per_s if self.machine is not None else None
         return nbytes / (bandwidth * efficiency) if bandwidth else 0.0
 
     def adamw_s(self, parameters: float) -> float:
-        """AdamW reads four tensors of states, writes three and the 16-bit weights; with 8-bit moments it reads
-        gradients, and reads and writes weights, codes and scales. And what DeepSpeed does besides."""
+        """Return the seconds of a CPU AdamW update of `parameters` elements, including DeepSpeed's own overhead.
+
+        AdamW reads four tensors of states, and writes three of them and the 16-bit weights. With 8-bit moments it reads
+        the gradients, and reads and writes weights, codes and scales.
+        """
         each: float = 7 * self.state_bytes + ELEMENT_BYTES[self.work.dtype]
         if self.work.kept_states == "int8":
             each = 2 * (ELEMENT_BYTES[self.work.dtype] + INT8_MOMENTS_BYTES) + ELEMENT_BYTES[self.work.gradients]
@@ -184,7 +200,11 @@ class Step:
         return update + own + self.costs.host_seconds_per_parameter * parameters
 
     def check_s(self, *, chain: bool) -> float:
-        """The overflow check of all gradients, every rank its own at the same time; no faster than memory delivers."""
+        """Return the seconds of the overflow check; all ranks check their own gradients at the same time.
+
+        `chain`: DeepSpeed's sequence of operations instead of one fused pass. Neither is faster than memory bandwidth
+        allows.
+        """
         numel, known = self.work.spec.parameters, self.costs
         one_pass = self.streaming_s(4 * numel, known.fused_memory_efficiency)
         if not chain:
@@ -196,7 +216,7 @@ class Step:
     # -- what a step moves ---------------------------------------------------------------------------------------------
 
     def volume(self) -> IoVolume:
-        """From the tasks: whatever they read from and write to a path."""
+        """Return the I/O volume: the sum of what the tasks read from and write to paths."""
         read = dict.fromkeys(PHASES, 0)
         written = dict.fromkeys(PHASES, 0)
         for task in self.tasks:
@@ -213,14 +233,16 @@ class Step:
 
 
 def step_of(work: Workload, machine: MachineSpec | None = None, costs: Calibrations | None = None) -> Step:
-    """The step of `work` as its system schedules it. ValueError for a system that says nothing of its steps."""
+    """Return the step of `work` as its system schedules it. Raises ValueError for a system without a schedule."""
     step = Step(work, machine, costs)
     systems.load(work.system).schedule(step)
     return step
 
 
 def io_volume(work: Workload) -> IoVolume:
-    """Bytes that one optimizer step of `work` reads and writes, with all batches that it accumulates: as the system
-    counts them itself (`volume`), or else as its tasks say."""
+    """Return the bytes that one optimizer step of `work` reads and writes, with all its accumulated batches.
+
+    They are counted by the system itself if it has `volume`, otherwise from the tasks of its schedule.
+    """
     counted = getattr(systems.load(work.system), "volume", None)
     return step_of(work).volume() if counted is None else counted(work)

@@ -1,7 +1,7 @@
-"""Seconds of one training step on a described machine: the system's schedule, simulated.
+"""Duration of one training step on a described machine, from a simulation of the system's schedule.
 
-Left out: the optimizer of a system that keeps states on the GPU (no testbed says how fast its memory is), page faults
-of new buffers, and the start of a run.
+It does not include the optimizer of a system that keeps states on the GPU (no testbed specifies the bandwidth of GPU
+memory), page faults of new buffers, and the start of a run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memascend.simulator.machine import ResourceModel
 from memascend.simulator.testbed import resources_of_testbed
 
 GPU, PCIE, SSD, CPU = "GPU products", "PCIe", "SSD", "CPU and host memory"
-# Server of the simulator -> its name for people, and what a testbed says of it.
+# Server of the simulator -> its readable name, and the key of its rate in a testbed.
 _NAMES = {"gpu": GPU, "pcie": PCIE, "ssd": SSD, "cpu": CPU, "dram": "host memory", "link": "link between GPUs"}
 _KEYS = {"gpu": "gpu_tflops_16bit", "pcie": "pcie_gb_per_s", "dram": "memory_gb_per_s"}
 _KEYS |= {"ssd.read": "ssd_read_gb_per_s", "ssd.write": "ssd_write_gb_per_s"}
@@ -24,7 +24,7 @@ _KEYS |= {"ssd.read": "ssd_read_gb_per_s", "ssd.write": "ssd_write_gb_per_s"}
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase: its seconds from begin to end, and how long each resource takes for its work at its full rate."""
+    """One phase: its duration in seconds, and the seconds that each resource needs for its work at its full rate."""
 
     name: str
     seconds: float
@@ -37,7 +37,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One optimizer step. `tokens` of all GPUs and micro batches. Phases may overlap."""
+    """The simulated optimizer step. `tokens`: of all GPUs and micro-batches. Phases may overlap."""
 
     phases: tuple[Phase, ...]
     tokens: int
@@ -52,7 +52,7 @@ class StepTime:
         return self.tokens / self.seconds
 
     def of_resource(self, resource: str) -> float:
-        """Seconds that a resource takes for all its work at its full rate."""
+        """Return the seconds that a resource needs for all its work at its full rate."""
         return sum(phase.by_resource.get(resource, 0.0) for phase in self.phases)
 
     @property
@@ -66,9 +66,9 @@ class StepTime:
 
 
 def step_time(work: Workload, machine: MachineSpec, *, calibrations: Calibrations | None = None) -> StepTime:
-    """Play one optimizer step of `work` on `machine`; with checkpointing each block is recomputed in backward.
+    """Simulate one optimizer step of `work` on `machine`; with checkpointing each block is recomputed in backward.
 
-    Raises ValueError where the machine lacks a rate that the system's tasks need, naming it.
+    Raises a ValueError that names a rate which the system's tasks need and the machine lacks.
     """
     step = step_of(work, machine, calibrations)
     resources = resources_for(step)
@@ -83,7 +83,7 @@ def step_time(work: Workload, machine: MachineSpec, *, calibrations: Calibration
 
 
 def resources_for(step: Step) -> ResourceModel:
-    """The simulator's machine for a step: the testbed's resources, what training reaches of them, the step's pools."""
+    """Return the simulator's machine for a step: the testbed's resources, their efficiencies, and the step's pools."""
     machine = step.machine
     assert machine is not None
     rates = {
@@ -111,7 +111,7 @@ def _reached(resource: str, efficiency: float) -> Calibration:
 
 
 def _kind(work: str) -> str:
-    """A resource's name without its number: "pcie.down" of "pcie0.down"."""
+    """Return a resource's name without its number: "pcie.down" for "pcie0.down"."""
     device, dot, way = work.partition(".")
     return device.rstrip("0123456789") + dot + way
 
@@ -119,11 +119,11 @@ def _kind(work: str) -> str:
 def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
     served = set(resources.work_names())
     needed = {work for task in step.tasks for work in task.needs}
-    lacking = sorted(needed - served)  # a GPU before its link, a link before storage
+    lacking = sorted(needed - served)  # in alphabetical order: a GPU before its link, a link before storage
     if "cpu" in needed and not has_memory:
         lacking.append("dram")  # CPU work is counted in bytes of host memory
     for work in lacking:
-        if any(_kind(each) == _kind(work) for each in served):  # the rate is there: the name is wrong
+        if any(_kind(each) == _kind(work) for each in served):  # the rate is given, so the name must be wrong
             known = ", ".join(sorted(served))
             raise ValueError(f"a task needs {work!r}, which {resources.name} does not have; it has {known}")
         key = _KEYS.get(work) or _KEYS.get(work.partition(".")[0].rstrip("0123456789"))
@@ -132,7 +132,7 @@ def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
 
 
 def _by_resource(simulated: SimulationResult, phase: str) -> dict[str, float]:
-    """Seconds of work by resource. The two directions of a PCIe link work side by side: the longer counts."""
+    """Return the seconds of work by resource. The two directions of a PCIe link work in parallel: the longer counts."""
     out: dict[str, float] = {}
     for server, seconds in simulated.served_s.get(phase, {}).items():
         kind = server.partition(".")[0].rstrip("0123456789")

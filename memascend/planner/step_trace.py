@@ -1,4 +1,4 @@
-"""A plan's simulated step as a trace, in the format that real runs write theirs in."""
+"""Writing a plan's simulated step as a trace, in the same format as the traces of real runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from memascend.simulator import write_trace
 
 
 def write_step(result: PlanResult, path: Path, *, force: bool = False) -> None:
-    """Write the events. ValueError, in one line, where no step was simulated or a file is in the way."""
+    """Write the events to `path`.
+
+    Raises a one-line ValueError if no step was simulated, or if the file exists and `force` is off.
+    """
     if result.time is None or result.machine is None:
         raise ValueError(f"--trace needs a simulated step, and there is none: {result.no_time}")
     if path.exists() and not force:

@@ -1,4 +1,4 @@
-"""One parameter of a model by name, shape and place, and how names give the place."""
+"""A model's parameters by name, shape and transformer block, where the block is derived from the name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUTSIDE = re.compile(r"embed|wte|wpe|lm_head|norm|ln_f|output")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter. `block` is its transformer block, None for the embedding, the output matrix and the last norm."""
+    """One parameter. `block`: the index of its transformer block; None for embedding, output matrix and last norm."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,10 @@ class TensorSpec:
 
 
 def named_tensors(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[TensorSpec]:
-    """TensorSpecs of any model's named parameters; ValueError names a tensor that is in no block and no known place."""
+    """Yield the TensorSpecs of any model's named parameters.
+
+    Raises a ValueError that names a tensor which is in no block and is no embedding, output matrix or norm.
+    """
     for name, shape in shapes:
         match = _BLOCK.search(name)
         if match is None and not _OUTSIDE.search(name):

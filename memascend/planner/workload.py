@@ -1,4 +1,7 @@
-"""What is trained, by which system and in which sizes: the one argument of every part of the planner. No torch here."""
+"""The workload of a plan, the common argument of all parts of the planner: model, system and sizes.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +30,28 @@ from memascend.systems import arm_of, arrangement, require_states
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 DTYPES = ("fp16", "bf16")
-STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: codes, and scales of 2 bytes per block of 32
-INT8_MOMENTS_BYTES = 2 + 2 / 32  # a parameter
+STATE_DTYPES = ("fp32", "bf16", "int8")  # int8: 8-bit codes, with scales
+INT8_MOMENTS_BYTES = 2 + 2 / 32  # per parameter: two codes, and 2 bytes of scales per block of 32
 GRADIENT_DTYPES = ("fp32", "bf16")
 CUDA, CPU = DEVICES = ("cuda", "cpu")
 
-# What the papers' totals describe. DeepSpeed's offload_optimizer.buffer_count: parameter, gradient, two moments, and
-# one to spare.
+# DeepSpeed's offload_optimizer.buffer_count that the papers' totals imply: parameter, gradient, two moments, one spare.
 PAPER_OPTIMIZER_BUFFERS = 5
-# The optimizer works through sub-groups of this many elements (divided by k^2 in a twin and by the ranks, since
-# DeepSpeed counts partitions). Small enough that the largest sub-group is the largest tensor, as the totals imply.
+# Elements of a sub-group that the papers' totals imply (divided by k^2 in a twin, and by the ranks, since DeepSpeed
+# counts partitions): small enough that the largest sub-group is the largest tensor.
 PAPER_SUB_GROUP_SIZE = 64_000_000
-# ZeRO-Offload has no swapping to bound, and keeps DeepSpeed's default.
+# ZeRO-Offload does not swap, so its buffers need no bound and it keeps DeepSpeed's default.
 OFFLOAD_SUB_GROUP_SIZE = 1_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapSizes:
-    """Sizes that a DeepSpeed configuration sets; what is None is left out of it, and derived as a run derives it.
+    """Sizes that a DeepSpeed configuration sets; those that are None are derived as in a run.
 
-    `sub_group_size`, `pool_numel` (buffer_size) and `pool_buffers` (buffer_count) in elements of one rank's partitions
-    and in buffers. `swap_threshold_bytes`: smaller partitions stay in memory (DeepSpeed's 1 MiB, over k^2 in a twin).
-    `io`: how the direct engine reads and writes; `bounce_buffers` False leaves its buffers out, `engines` counts them
-    a rank (one for each distinct nvme_path).
+    `sub_group_size` and `pool_numel` (buffer_size): elements of one rank's partitions. `optimizer_buffers` and
+    `pool_buffers` (buffer_count): numbers of buffers. `swap_threshold_bytes`: smaller partitions stay in memory
+    (DeepSpeed's 1 MiB, divided by k^2 in a twin). `io`: I/O settings of the direct engine. `engines`: engines per rank
+    (one for each distinct nvme_path). `bounce_buffers`: whether to count their bounce buffers.
     """
 
     sub_group_size: int | None = None
@@ -64,18 +66,18 @@ class SwapSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One configuration. `batch` is sequences per GPU at a time, `accumulation` batches per step, `context` tokens per
-    sequence; context 0 leaves activation checkpoints out of the host's memory.
+    """One training configuration. Raises a one-line ValueError for unknown or impossible values.
 
-    `states`: master weights, moments and swapped gradients (an arm may fix it); `gradients`: the flat buffer. `parts`
-    stands in for the arm's own arrangement. `host_memory`: bytes that the run may take of the machine, None: any.
-    `activation_policies`: of each block, where a system lets that be chosen; None: as the arm says.
-    `state_versions`: of a system that keeps versions of its states on the SSD, as `train` has it. `clip`: the largest
-    norm of the gradients (0: any), where it matters whether all of them must have come before one is used. `device`:
-    what computes. On `cpu`, the tensors of the computation are in host memory too, and the process has no CUDA; None:
-    as the papers count, a process with CUDA and no buffers for transfers to a GPU. `saves_meanwhile`: checkpoints are
-    written while training goes on, by a system that can.
-    Raises ValueError, in one line, for what cannot be.
+    `batch`: sequences per GPU in one forward pass. `accumulation`: batches per step. `context`: tokens per sequence;
+    0 leaves activation checkpoints out of host memory. `states`: dtype of master weights, moments and swapped gradients
+    (an arm may fix it). `gradients`: dtype of the flat buffer. `parts`: replaces the arm's own arrangement.
+    `host_memory`: limit of the run's host memory in bytes, None for no limit. `activation_policies`: policy of each
+    block, for systems where it can be chosen; None: the arm's. `state_versions`: as in `train`, for systems that keep
+    versions of their states on the SSD. `clip`: maximum gradient norm (0: no clipping), for systems in which clipping
+    decides whether all gradients must exist before the first one is used. `device`: what computes. With `cpu`, the
+    tensors of the computation are in host memory too, and the process has no CUDA; None: as the papers count, a process
+    with CUDA and no buffers for transfers to a GPU. `saves_meanwhile`: whether checkpoints are written while training
+    continues, for systems that support it.
     """
 
     spec: ModelSpec
@@ -111,7 +113,7 @@ class Workload:
 
     @property
     def fates(self) -> tuple[str, ...] | None:
-        """Deprecated: `activation_policies`."""
+        """Deprecated name of `activation_policies`."""
         warn_renamed("Workload.fates", "Workload.activation_policies")
         return self.activation_policies
 
@@ -125,17 +127,17 @@ class Workload:
 
     @property
     def kept_states(self) -> str:
-        """fp32, bf16 or int8; an arm may fix it."""
+        """Dtype of the states: fp32, bf16 or int8; an arm may fix it."""
         return self.arrangement.states or self.states
 
     @property
     def swaps(self) -> bool:
-        """Whether parameters and states wait on the SSD."""
+        """Whether parameters and states are stored on the SSD."""
         return self.arrangement.states_on == "ssd"
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters and states wait outside the GPU."""
+        """Whether parameters and states are stored outside the GPU."""
         return self.arrangement.states_on != "gpu"
 
     @property
@@ -148,19 +150,19 @@ class Workload:
 
     @cached_property
     def sub_group_size(self) -> int:
-        """Elements per rank. Derived for every system alike, so that all train to equal losses."""
+        """Sub-group size in elements per rank, derived equally for every system so that all reach equal losses."""
         if self.sizes.sub_group_size is not None:
             return self.sizes.sub_group_size
         return sub_group_size([[partition_numel(tensor.numel, self.ranks) for tensor in self.spec.tensors()]])
 
     @property
     def paths(self) -> int:
-        """Over which the optimizer states lie: as many as the configuration names, else the two of the paper."""
+        """Number of paths with optimizer states: as many as the configuration names, else the paper's two."""
         return 1 if self.arrangement.first_path else len(self.arrangement.parts.get("tiers") or ("nvme", "pfs"))
 
     @property
     def optimizer_buffers(self) -> int:
-        """Swap buffers of one rank's optimizer: as many as the drop-in derives, for the baseline the papers' five."""
+        """Number of one rank's optimizer swap buffers: as the drop-in derives it; the papers' five for the baseline."""
         if self.sizes.optimizer_buffers is not None:
             return self.sizes.optimizer_buffers
         if self.arrangement.over_paths:
@@ -176,11 +178,11 @@ class Workload:
 
     @property
     def io(self) -> IoSettings:
-        """As the drop-in derives it on this machine, for a folder of which nothing is known."""
+        """I/O settings; by default as the drop-in derives them on this machine for an unknown device."""
         return self.sizes.io or io_settings({}, None)
 
     def streamed(self) -> Streamed:
-        """What streams and what stays in memory. Raises ValueError where nothing is large enough to stream."""
+        """Return what streams and what stays in memory. Raises ValueError if nothing is large enough to stream."""
         return streamed(
             self.spec.tensors(),
             element_bytes=ELEMENT_BYTES[self.dtype],
@@ -189,7 +191,7 @@ class Workload:
         )
 
     def sub_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Elements of each partition in each of one rank's optimizer sub-groups, in order."""
+        """Return the elements of each partition in each of one rank's optimizer sub-groups, in order."""
         return self._sub_groups
 
     @cached_property
@@ -197,12 +199,12 @@ class Workload:
         return tuple(map(tuple, sub_groups(self.spec.tensors(), self.sub_group_size, self.ranks)))
 
     def partitions(self) -> list[int]:
-        """Elements of one rank's share of each parameter, in order."""
+        """Return the elements of one rank's share of each parameter, in order."""
         return [partition_numel(tensor.numel, self.ranks) for tensor in self.spec.tensors()]
 
 
 def workload_asked_for(options: Any, spec: ModelSpec, context: int, ranks: int, **others: Any) -> Workload:
-    """What the options of `train` or `plan` ask for, which have the same names in both; `others` stand over them."""
+    """Return the workload for the options of `train` or `plan`, which have the same names; `others` override them."""
     names = ("system", "arm", "dtype", "states", "gradients", "batch", "state_versions", "clip")
     said = {name: getattr(options, name) for name in names}
     said["stack"] = Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS})
@@ -212,8 +214,10 @@ def workload_asked_for(options: Any, spec: ModelSpec, context: int, ranks: int, 
 
 
 def papers(work: Workload) -> Workload:
-    """The same work with the sizes that the papers' totals describe in place of derived ones, for every system alike:
-    five optimizer buffers, small sub-groups, and no bounce buffers, which no paper mentions.
+    """Return the same workload with the sizes that the papers' totals imply instead of derived ones, for every system.
+
+    These are five optimizer buffers, small sub-groups (DeepSpeed's default for systems that do not swap), and no bounce
+    buffers, which no paper mentions.
     """
     group = PAPER_SUB_GROUP_SIZE // work.ranks if work.swaps else OFFLOAD_SUB_GROUP_SIZE
     sizes = replace(

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on, by a backend that can (`Backend.save_meanwhile`)."""
+"""A checkpoint that is written while training continues, for backends that support it (`save_meanwhile`)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ _STATES = "state/rank0.safetensors"
 
 
 class BackgroundCheckpoint:
-    """Of one step, from its begin on. Its files are those of a checkpoint that training waits for, to the bit."""
+    """The checkpoint of one step, from the start of writing on.
+
+    Its files are bit-identical to those of a checkpoint that training waits for.
+    """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, backend: StreamingBackend, step: int) -> None:
-        """Takes what is in memory, and begins with the rest. Raises OSError; nothing is left then."""
+        """Write what is in memory, and start saving the rest. Raises OSError, and then leaves nothing behind."""
         begin = time.monotonic()
         self.step, self._folder, self._config = step, folder, config
         self.path = folder.checkpoints / f"step-{step:08d}"
@@ -79,20 +82,20 @@ class BackgroundCheckpoint:
         return self._save.done()
 
     def wait(self) -> None:
-        """Until it is there, and older ones are removed. Raises what went wrong."""
+        """Wait until the checkpoint is complete and older ones are removed. Raises the error of the save, if any."""
         self._save.wait()
 
     @property
     def seconds(self) -> float:
-        """From its begin to its end."""
+        """Duration of the save, from its start to its end."""
         return self._begin_s + self._save.took_s
 
     @property
     def stood_still_s(self) -> float:
-        """For which training waited: in its begin, and until what it overwrites was copied."""
+        """Seconds for which training waited: during the start, and until data that it overwrites had been copied."""
         return self._begin_s + self._save.waited_s
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors' files."""
+        """Size of its tensor files in bytes."""
         return sum(file.size for file in self._files.values())

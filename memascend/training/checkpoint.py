@@ -1,12 +1,12 @@
-"""Checkpoints: a folder each, complete or not listed.
+"""Checkpoints: one folder each, which is listed only if it is complete.
 
     checkpoints/step-00000500/
         model/        weights in safetensors, configuration and tokenizer: what from_pretrained loads
-        state/        rank*.safetensors (master weights, moments, random state) and trainer.json; not in one of
-                      weights alone
+        state/        rank*.safetensors (master weights, moments, random state) and trainer.json; absent in checkpoints
+                      that contain only weights
         manifest.json every file with its size and checksum
 
-It is built under another name, synced, and renamed: a crash while saving leaves the ones before as they were.
+A checkpoint is built under another name, synced, and renamed, so that a crash while saving leaves earlier ones intact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARTIAL, _REMOVED = ".partial-", ".removed-"
 
 
 def file_checksum(path: Path) -> int:
-    """crc32 of a whole file."""
+    """Return the crc32 of a whole file."""
     value = 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def is_full(self) -> bool:
-        """Whether a run can go on from it."""
+        """Whether a run can be resumed from it."""
         return bool(self.manifest.get("holds", "full") == "full")
 
     @property
@@ -65,7 +65,7 @@ class Checkpoint:
         return self.path / "state"
 
     def check(self, file: Path) -> None:
-        """Compare a file's checksum with the manifest; ValueError names file, expected and got."""
+        """Compare a file's checksum with the manifest. Raises a ValueError that names file, expected and actual."""
         name = file.relative_to(self.path).as_posix()
         expected, got = self.manifest["files"][name]["crc32"], file_checksum(file)
         if expected != got:
@@ -76,7 +76,7 @@ class Checkpoint:
 
 
 def listed(folder: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Complete checkpoints by step, and a line for each folder of that kind that is not complete."""
+    """Return the complete checkpoints, ordered by step, and a line for each checkpoint folder that is incomplete."""
     found, refused = [], []
     for path in sorted(folder.glob("step-*")) if folder.is_dir() else []:
         match = _NAME.fullmatch(path.name)
@@ -95,24 +95,24 @@ def listed(folder: Path) -> tuple[list[Checkpoint], list[str]]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a crash left half written or half removed."""
+    """Remove folders that a crash left partially written or partially removed."""
     for path in [*folder.glob(f"{_PARTIAL}*"), *folder.glob(f"{_REMOVED}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def begin(folder: Path, step: int, *, full: bool = True) -> Path:
-    """An empty folder to build the checkpoint of `step` in; only one process calls it."""
+    """Return a new empty folder in which to build the checkpoint of `step`. Called by only one process."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{_PARTIAL}step-{step:08d}"
     shutil.rmtree(path, ignore_errors=True)
     (path / "model").mkdir(parents=True)
     if full:
-        (path / "state").mkdir(mode=0o700)  # masters and moments are nobody else's to read
+        (path / "state").mkdir(mode=0o700)  # only the owner may read master weights and moments
     return path
 
 
 def write_weights(folder: Path, backend: Backend) -> int:
-    """Weights and buffers of a backend's model in one safetensors file, tensor by tensor; its crc32."""
+    """Write a backend's weights and persistent buffers to one safetensors file, tensor by tensor; return its crc32."""
     from memascend.storage.tensor_file import TensorFileWriter
 
     with TensorFileWriter(folder / WEIGHTS, backend.weight_layouts(), {"format": "pt"}) as writer:
@@ -123,9 +123,9 @@ def write_weights(folder: Path, backend: Backend) -> int:
 
 
 def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str, Any]) -> Path:
-    """Write the manifest of all files in `partial`, sync, and rename it to its final name.
+    """Write the manifest of all files in `partial`, sync, rename the folder to its final name, and return that path.
 
-    `checksums` holds crc32 by relative name where the writer knows it; the rest is read.
+    `checksums`: crc32 by relative name, for the files whose writer knows it; the others are computed from the files.
     """
     files = {}
     for path in sorted(partial.rglob("*")):
@@ -141,7 +141,7 @@ def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str,
         if folder.is_dir():
             sync(folder)
     final = partial.with_name(f"step-{step:08d}")
-    if final.exists():  # of the same step, incomplete, or it would have been resumed from
+    if final.exists():  # an incomplete one of the same step: the run would have resumed from a complete one
         _remove(final)
     os.rename(partial, final)
     sync(final.parent)
@@ -149,7 +149,7 @@ def commit(partial: Path, step: int, checksums: dict[str, int], facts: dict[str,
 
 
 def _remove(path: Path) -> None:
-    """First out of the list, then file by file."""
+    """Remove a checkpoint: first rename it so that it is no longer listed, then delete its files."""
     hidden = path.with_name(f"{_REMOVED}{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)
@@ -158,7 +158,7 @@ def _remove(path: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> list[int]:
-    """Remove all complete checkpoints but the newest `keep`; returns their steps."""
+    """Remove all complete checkpoints except the newest `keep`; return the steps of those removed."""
     old = listed(folder)[0][:-keep]
     for checkpoint in old:
         _remove(checkpoint.path)
@@ -166,7 +166,7 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 
 def point(link: Path, target: Path) -> None:
-    """Make `link` a relative link to `target`, in one instant. A folder or file of the user's there is left alone."""
+    """Make `link` a relative symlink to `target`, atomically. If `link` is a file or folder, leave it alone."""
     if link.exists() and not link.is_symlink():
         return
     temporary = link.with_name(f".{link.name}.partial")

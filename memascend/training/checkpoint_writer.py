@@ -1,4 +1,4 @@
-"""A checkpoint that the ranks of a run write together, while training waits for it."""
+"""Writing a checkpoint by all ranks of a run together, while training waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memascend.training.ranks import barrier, gather
 
 @dataclass(frozen=True)
 class Written:
-    """Bytes are those of all ranks."""
+    """A checkpoint that was written. Byte counts are summed over all ranks."""
 
     path: Path
     seconds: float
@@ -32,7 +32,7 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """This rank's part in the checkpoints of a run."""
+    """One rank's part in writing the checkpoints of a run."""
 
     config: TrainConfig
     folder: RunFolder
@@ -41,7 +41,10 @@ class CheckpointWriter:
     ranks: int
 
     def write(self, step: int) -> Written | None:
-        """A checkpoint of `step`; all ranks return when it is there, rank 0 with what was written. OSError."""
+        """Write a checkpoint of `step`.
+
+        All ranks return when it is complete; rank 0 returns what was written, the others None. Raises OSError.
+        """
         begin, before = time.monotonic(), written_bytes()
         folder = self.folder.checkpoints
         partial = folder / f".partial-step-{step:08d}"
@@ -67,8 +70,10 @@ class CheckpointWriter:
         return done
 
     def _save_states(self, path: Path) -> TensorFileWriter:
-        """This rank's states and those of its random generators, shared with the swap files where the file system can;
-        returns what wrote them."""
+        """Write this rank's optimizer states and the states of its random generators; return the closed writer.
+
+        Blocks are shared with the swap files if the file system supports it, unless `copy_checkpoints` is set.
+        """
         generators = random_state.tensors()
         layouts = self.backend.state_layouts()
         layouts += [TensorLayout(name, value.dtype, tuple(value.shape)) for name, value in generators.items()]
@@ -76,7 +81,8 @@ class CheckpointWriter:
             share = None if self.config.copy_checkpoints else writer.share
             for name, tensor in itertools.chain(self.backend.states(share), generators.items()):
                 writer.write(name, tensor)
-        require_room(str(path.parent), writer.shared_bytes)  # which the next step takes, as it writes anew
+        # The next step overwrites the shared blocks and then needs that many new ones.
+        require_room(str(path.parent), writer.shared_bytes)
         return writer
 
     def _commit(self, partial: Path, step: int, everything: list[dict[str, Any]]) -> None:
@@ -92,7 +98,7 @@ class CheckpointWriter:
         checkpoint.prune(self.folder.checkpoints, self.config.keep)
 
     def _save_weights(self, folder: Path) -> dict[str, int]:
-        """Weights in one safetensors file, gathered tensor by tensor by all ranks, written by rank 0."""
+        """Write the weights into one safetensors file: all ranks gather tensor by tensor, and rank 0 writes."""
         if self.rank:
             for _ in self.backend.weights():
                 pass
@@ -101,7 +107,7 @@ class CheckpointWriter:
 
     def no_room(self, error: OSError, step: int) -> str:
         folder = self.folder.checkpoints
-        checkpoint.clean(folder)  # half a checkpoint is of no use, and room
+        checkpoint.clean(folder)  # a partial checkpoint is useless and takes up space
         layouts = self.backend.weight_layouts()
         if self.config.checkpoints == "full":
             layouts = layouts + self.ranks * self.backend.state_layouts()

@@ -1,4 +1,4 @@
-"""The processes that the parent of a run starts: its own words, signals that are passed on, waiting, killing."""
+"""The processes that the parent of a run starts: printing, passing on signals, waiting and killing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from memascend.training.processes import (
     waits_for,
 )
 
-# A rank was stopped before its end, with all that --resume needs (128 + SIGTERM, which is what it gets of its parent).
+# Exit status of a rank that was stopped before its end and saved what --resume needs: 128 + SIGTERM, the signal that
+# its parent sends.
 STOPPED = exit_status(signal.SIGTERM)
 
 
 WORKER = "memascend.training.worker"  # module of a rank's process
 
-# For killed ranks to end: the kernel takes down their rings, and gives gigabytes of locked memory back.
+# Time for killed ranks to exit: the kernel has to tear down their rings and release gigabytes of locked memory.
 KILLED_S = 60.0
 
 
@@ -37,35 +38,35 @@ def say(text: str) -> None:
 
 
 def _say_amid_a_print(text: str) -> None:
-    """`say` for a signal's handler: while a print is being written, Python's file refuses another one."""
+    """Print from a signal handler: Python's buffered file refuses a second write while one is in progress."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 class Stuck(ValueError):
-    """Processes of the run were killed and have not ended: they may still use its files."""
+    """Raised when processes of the run were killed but have not exited: they may still use its files."""
 
 
 class Stopping:
-    """SIGTERM, Ctrl-C and a closed terminal, for the parent: passed on once to the ranks; a second one kills them."""
+    """Signals of the parent: SIGTERM, Ctrl-C or a closed terminal stops the ranks, and a second signal kills them."""
 
     def __init__(self) -> None:
         self.asked = 0
-        self.status = STOPPED  # the run's, where it is stopped: as the first signal says
+        self.status = STOPPED  # exit status of the run if it is stopped; the first signal determines it
         self.children: list[subprocess.Popen[bytes]] = []
-        self.saves = True  # a checkpoint, when it is asked to stop
-        self.trains = True  # rather than prepares
+        self.saves = True  # whether the ranks write a checkpoint before they stop
+        self.trains = True  # whether the children train, rather than prepare
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._received)
 
     def _received(self, number: int, _: Any) -> None:
         self.asked += 1
         if self.asked == 1:
             self.status = exit_status(number)
-            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a passing line of rank 0 may stand there
+            clear = "\r\x1b[K" if sys.stdout.isatty() else ""  # a temporary line of rank 0 may be on the screen
             after = (
                 ": finishing this step" + (", then writing a checkpoint" if self.saves else "") if self.trains else ""
             )
@@ -91,7 +92,7 @@ def start_rank(rank: int, ranks: int, port: int, threads: int, job: Path, folder
     }
     command = [sys.executable, "-m", WORKER, str(job)]
     with (folder.logs / f"rank{rank}.log").open("ab") as log:
-        # Of rank 0 the progress goes to our own output: handed on as descriptor 3, since libraries print to 1 and 2.
+        # Rank 0 prints its progress to our output, through an inherited descriptor, since libraries print to 1 and 2.
         keep = os.dup(sys.stdout.fileno()) if rank == 0 else None
         try:
             if keep is not None:
@@ -111,7 +112,7 @@ def start_rank(rank: int, ranks: int, port: int, threads: int, job: Path, folder
 
 
 def wait(stopping: Stopping) -> None:
-    """Until all children have ended, one of them has failed, or they were killed."""
+    """Wait until all children have ended, one of them has failed, or a second signal asks to kill them."""
     waiting = list(stopping.children)
     while waiting and stopping.asked < 2:
         for child in list(waiting):
@@ -122,7 +123,7 @@ def wait(stopping: Stopping) -> None:
 
 
 def kill(children: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
-    """Those that have not ended are killed, and waited for as long as `KILLED_S`; the pids of those that are left."""
+    """Kill the children that have not ended and wait for them, at most `KILLED_S`; return the pids of any remaining."""
     for child in children.values():
         if child.poll() is None:
             child.kill()
@@ -145,8 +146,11 @@ def stuck(remaining: dict[str, int]) -> str:
 
 
 def ends_of(stopping: Stopping) -> tuple[int, ...]:
-    """With which a rank ends that did not fail: at its end, stopped, or by our signal before it could take that."""
-    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter where somebody has interrupted the rank itself
+    """Return the exit codes of a rank that did not fail.
+
+    It finished, was stopped, or was ended by our signal before it had installed its handler.
+    """
+    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter if the rank itself was interrupted
     return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
 
 

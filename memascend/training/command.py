@@ -1,4 +1,4 @@
-"""`memascend train`, and what is done with a run: `export`, `generate`, `verify`."""
+"""`memascend train` and the commands that use a run: `info`, `export`, `generate` and `verify`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_TEMPERATURE = 1e-3
 
 
 def add_train(commands: Any) -> None:
-    """Registers `train` with the argparse subparsers `commands`."""
+    """Register `train` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "train",
         help="fine-tune all weights of a model, with any system",
@@ -37,7 +37,7 @@ def add_train(commands: Any) -> None:
 
 
 def add_info(commands: Any) -> None:
-    """Registers `info`."""
+    """Register `info` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "info",
         help="show the progress of a run, the contents of its folder, and the next command",
@@ -50,7 +50,7 @@ def add_info(commands: Any) -> None:
 
 
 def add_export(commands: Any) -> None:
-    """Registers `export`."""
+    """Register `export` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "export",
         help="write the weights of a stopped or finished run as a folder that from_pretrained loads",
@@ -74,7 +74,7 @@ def add_export(commands: Any) -> None:
 
 
 def add_generate(commands: Any) -> None:
-    """Registers `generate`."""
+    """Register `generate` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "generate",
         help="generate text from the newest weights of a run on the SSD, one block in memory at a time",
@@ -95,7 +95,7 @@ def add_generate(commands: Any) -> None:
 
 def _temperature(text: str) -> float:
     value = float(text)
-    if value and not _LEAST_TEMPERATURE <= value < math.inf:  # smaller ones overflow what logits are divided into
+    if value and not _LEAST_TEMPERATURE <= value < math.inf:  # logits divided by smaller values overflow
         raise argparse.ArgumentTypeError(f"{text}: use 0 (greedy), or a number of at least {_LEAST_TEMPERATURE}")
     return value
 
@@ -116,7 +116,7 @@ def _text(given: str) -> str:
 
 
 def add_verify(commands: Any) -> None:
-    """Registers `verify` with the argparse subparsers `commands`."""
+    """Register `verify` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "verify",
         help="compare a few steps of a system with training in memory: bit-identical, or the first tensor that differs",
@@ -148,7 +148,7 @@ def _add_options(parser: Any) -> None:
 
 
 def _wanted(options: argparse.Namespace) -> dict[str, Any]:
-    """The keys that file and flags set, checked."""
+    """Return the keys that the configuration file and the flags set, checked."""
     values = configs.read_config(options.config) if options.config else {}
     for name in configs.OPTIONS:
         given = getattr(options, name)
@@ -195,7 +195,7 @@ def _generate(options: argparse.Namespace) -> str:
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
     wanted = _wanted(options)
-    if options.steps is None:  # a configuration's are those of the whole training
+    if options.steps is None:  # `steps` of a configuration file is the length of the whole training
         wanted.pop("steps", None)
     config = configs.complete(systems.with_defaults(wanted))
     from memascend.training import verify

@@ -1,4 +1,4 @@
-"""Two checkpoints of one model, tensor by tensor: weights, master weights and moments under the parameters' names."""
+"""Comparison of two checkpoints of one model, tensor by tensor: weights, master weights and moments by parameter."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ STATES = {
     "master": "master weights",
     "exp_avg": "first moments",
     "exp_avg_sq": "second moments",
-    "scales": "scales of moments",  # of 8 bits, whose groups are one parameter each
+    "scales": "scales of moments",  # of 8-bit moments, where each group is one parameter
 }
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor whose bits differ. `largest`: of the absolute differences; infinite where one of the two is not finite.
-    `index`: of the first element that differs, in the flat tensor, with its two values."""
+    """A tensor whose bits differ between two checkpoints.
+
+    `largest`: the largest absolute difference; infinite if one of the two values is not finite. `index`: the first
+    element that differs, in the flat tensor; `tested` and `reference` are its two values.
+    """
 
     name: str
     elements: int
@@ -43,7 +46,7 @@ class Difference:
 
 
 class Saved:
-    """A checkpoint's tensors by kind and name. Holds one group of states in memory at a time. Not thread-safe."""
+    """A checkpoint's tensors by kind and name. Keeps one group of states in memory at a time. Not thread-safe."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._readers = {"model": TensorFileReader(checkpoint / "model" / "model.safetensors")}
@@ -70,7 +73,7 @@ class Saved:
 
     @classmethod
     def of_run(cls, folder: Path) -> Saved:
-        """The newest checkpoint of a run; ValueError where there is none."""
+        """Open the newest checkpoint of a run. Raises ValueError if it has none."""
         found, refused = listed(RunFolder(folder).checkpoints)
         if not found:
             raise ValueError(f"{folder} holds no checkpoint{f' ({refused[0]})' if refused else ''}")
@@ -84,7 +87,7 @@ class Saved:
         return list(self._places.get(kind, {}))
 
     def tensor(self, kind: str, name: str) -> torch.Tensor | None:
-        """Valid until the next call; None where this checkpoint has none of that name."""
+        """Return a tensor, valid until the next call, or None if this checkpoint has no tensor of that name."""
         place = self._places.get(kind, {}).get(name)
         if place is None:
             return None
@@ -104,7 +107,10 @@ class Saved:
 
 
 def differences(tested: Saved, reference: Saved, kind: str) -> Iterator[Difference]:
-    """Those of `kind` that differ, in the model's order; ValueError where the two have other tensors."""
+    """Yield the differing tensors of `kind`, in the model's order.
+
+    Raises ValueError if the two checkpoints do not have the same tensors.
+    """
     ours, theirs = tested.names(kind), reference.names(kind)
     if odd := sorted(set(ours) ^ set(theirs)):
         raise ValueError(
@@ -120,7 +126,7 @@ def differences(tested: Saved, reference: Saved, kind: str) -> Iterator[Differen
 
 
 def difference(name: str, tested: torch.Tensor, reference: torch.Tensor) -> Difference | None:
-    """None where every bit is equal; ValueError for other shapes or types."""
+    """Return how two tensors differ, or None if every bit is equal. Raises ValueError if shape or dtype differ."""
     if (tested.shape, tested.dtype) != (reference.shape, reference.dtype):
         raise ValueError(
             f"{name} is {tested.dtype} of {tuple(tested.shape)} in the tested run and {reference.dtype} of "

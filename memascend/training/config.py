@@ -1,5 +1,7 @@
-"""What a run can be told: one flat set of keys, the same in the YAML file and as flags. Every key but `model` and
-`data` has a default."""
+"""The configuration of a run: one flat set of keys, the same in the YAML file and as command-line flags.
+
+Every key except `model` and `data` has a default.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from memascend.suggestions import did_you_mean
 
 SAVED_AS = "config.yaml"
 CHECKPOINTS = ("full", "weights", "none")
-# Keys of runs that this command does not do: refused by name, since a silent full fine-tuning would be a surprise.
+# Keys of fine-tuning methods that are not supported: refused by name, since a silent full fine-tuning would surprise.
 OUT_OF_SCOPE = dict.fromkeys(
     ("lora", "lora_r", "lora_alpha", "lora_rank", "qlora", "peft", "adapter", "load_in_4bit", "load_in_8bit"),
     "LoRA and other adapters are out of scope: memascend trains all weights; leave it out",
 )
-# What may differ when a run goes on: none of it changes a loss before the new end. All else must stay as it was.
+# Keys that may differ when a run is resumed: none of them changes a loss before the new end. All others must stay.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
     "log_every", "keep", "checkpoints", "eval_sequences", "trace", "accumulation", "save_in_foreground",
@@ -55,7 +57,7 @@ def _limits(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run, checked key by key. Counts are steps, sequences or tokens as their help says."""
+    """The configuration of a run, with every key checked. The unit of each count is in its help text."""
 
     # What is trained.
     model: str = _option(
@@ -91,7 +93,7 @@ class TrainConfig:
         "TOKENS",
         least=2,
     )
-    # How.
+    # How it is trained.
     steps: int | None = _option(None, "optimizer steps; default: derived from --epochs", "N", least=1)
     epochs: float = _option(1.0, "passes over the data, unless --steps is given", "N", least=0.0001)
     batch: int = _option(1, "sequences per rank and micro-batch", "N", least=1)
@@ -116,7 +118,7 @@ class TrainConfig:
     eps: float = _option(1e-8, "epsilon of AdamW", "X", least=0)
     clip: float = _option(DEFAULT_CLIP, "maximum gradient norm; 0: no clipping", "NORM", least=0)
     seed: int = _option(0, "seed of the initial weights, the evaluation split and the order of the data", "N", least=0)
-    # Where memory goes.
+    # Which system trains it, and how memory is used.
     system: str = _option(
         "memascend", "memascend, lohan, zero_infinity, zero_offload, mlp_offload, ssdtrain, cxl, in_memory", "SYSTEM"
     )
@@ -192,7 +194,7 @@ class TrainConfig:
         "with --checkpointing ssd: limit on the total bytes written for activations, such as 40TiB; default: no limit",
         "SIZE",
     )
-    # What it leaves behind.
+    # What the run writes.
     output: str | None = _option(None, "output folder of the run; default: runs/<model>", "DIR")
     log_every: int = _option(1, "steps between log lines", "STEPS", least=1)
     eval_every: int = _option(0, "steps between evaluations; 0: only at the end", "STEPS", least=0)
@@ -219,12 +221,15 @@ class TrainConfig:
 
     @property
     def initialised(self) -> bool:
-        """Whether the weights are initialised rather than loaded."""
+        """Whether the weights are initialised randomly rather than loaded."""
         return self.random_weights or self.twin > 1
 
     @property
     def saves_meanwhile(self) -> bool:
-        """Whether a checkpoint may be written while training goes on: all but the last one, by a system that can."""
+        """Whether checkpoints may be written while training continues.
+
+        This requires a system that supports it, and never applies to the last checkpoint.
+        """
         more = self.steps is None or 0 < self.save_every < self.steps
         return self.checkpoints != "none" and self.save_every > 0 and more and not self.save_in_foreground
 
@@ -240,9 +245,9 @@ class TrainConfig:
         return 5e-4 if self.initialised else 1e-5
 
     def activation_section(self) -> dict[str, Any] | None:
-        """As the section `activations` of a DeepSpeed JSON takes it; None without checkpointing `ssd`.
+        """Return the section `activations` as a DeepSpeed JSON takes it; None unless checkpointing is `ssd`.
 
-        Raises ValueError for sizes that cannot be read, and where they are set and nothing goes to the SSD.
+        Raises ValueError for sizes that cannot be parsed, or that are set although no activations go to the SSD.
         """
         amount: str | int = self.activations
         policy = self.activation_policy()
@@ -261,7 +266,10 @@ class TrainConfig:
         return None
 
     def activation_policy(self) -> ActivationPolicy | None:
-        """What becomes of each block's activations, where `activations` says so; ValueError where it cannot be read."""
+        """Return the policy for each block's activations if `activations` is one, else None.
+
+        Raises ValueError if the policy cannot be parsed.
+        """
         meant = ActivationPolicy.looks_like_policy(self.activations)
         return ActivationPolicy.parse(self.activations, "'activations'") if meant else None
 
@@ -275,14 +283,14 @@ OPTIONS = tuple(_FIELDS)
 
 
 def help_of(name: str) -> str:
-    """One line for `--help`: text, default."""
+    """Return one line for `--help`: the description and the default."""
     field = _FIELDS[name]
     default = "" if field.default in (None, "", dataclasses.MISSING, False) else f" (default {field.default})"
     return f"{field.metadata['help']}{default}"
 
 
 def metavar_of(name: str) -> str:
-    """What stands for the value in `--help`: the choices, or what the value is."""
+    """Return the placeholder for the value in `--help`: the choices, or the metavar."""
     metadata = _FIELDS[name].metadata
     return "{" + ",".join(metadata["choices"]) + "}" if metadata["choices"] else metadata["metavar"]
 
@@ -296,7 +304,7 @@ def takes_many(name: str) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file, checked by name and type; ValueError in one line."""
+    """Return the keys of a YAML file, checked by name and type. Raises a one-line ValueError."""
     import yaml
 
     try:
@@ -311,12 +319,15 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def choices() -> dict[str, tuple[str, ...]]:
-    """The values of each key that takes one of a few."""
+    """Return the allowed values of each key that has a fixed set of them."""
     return {name: field.metadata["choices"] for name, field in _FIELDS.items() if field.metadata["choices"]}
 
 
 def checked(name: Any, value: Any, where: str) -> Any:
-    """`value` as the type of key `name`; ValueError that names place, key, expected and got."""
+    """Return `value` converted to the type of key `name`.
+
+    Raises a ValueError that names `where` the value comes from, the key, what was expected and what was given.
+    """
     if name in OUT_OF_SCOPE:
         raise ValueError(f"{where}: {OUT_OF_SCOPE[name]} ({name})")
     if name not in _FIELDS:
@@ -340,7 +351,7 @@ def _as_type(name: str, value: Any, kind: Any, where: str) -> Any:
             return list(values)
         raise ValueError(f"{where}: '{name}' must be a text or a list of texts, got {value!r}")
     wanted = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
-    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-5, without a dot, as a text
+    if kind is float and isinstance(value, str):  # YAML 1.1 reads 1e-5, without a dot, as a string
         try:
             value = float(value)
         except ValueError:
@@ -369,7 +380,7 @@ def _in_range(name: str, value: Any, where: str) -> Any:
 
 
 def from_text(name: str, text: str) -> Any:
-    """The value of a flag; ValueError in one line."""
+    """Return the value of a command-line flag from its text. Raises a one-line ValueError."""
     kind = _TYPES[name]
     parts = {part for part in typing.get_args(kind) if part is not type(None)} or {kind}
     where = f"--{name.replace('_', '-')}"
@@ -386,7 +397,10 @@ def from_text(name: str, text: str) -> Any:
 
 
 def complete(values: dict[str, Any]) -> TrainConfig:
-    """A configuration of checked keys; ValueError where `model` or `data` is missing or keys exclude one another."""
+    """Return the configuration of checked keys.
+
+    Raises ValueError if `model` or `data` is missing or if keys exclude one another.
+    """
     config = TrainConfig(**values)
     if not config.model:
         if config.output and Path(config.output, SAVED_AS).is_file():
@@ -411,9 +425,9 @@ def complete(values: dict[str, Any]) -> TrainConfig:
 
 
 def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
-    """The configuration of a run that goes on: as saved, but for what may change.
+    """Return the configuration of a resumed run: the saved one, with the changes that are allowed.
 
-    Raises ValueError that names the first key of `wanted` that differs and may not.
+    Raises a ValueError that names the first key of `wanted` that differs and must not.
     """
     current = complete(saved)
     for name, value in wanted.items():

@@ -1,4 +1,4 @@
-"""Text to packed token files, once per run, and single sequences of them."""
+"""Packed token files, written from text once per run, and access to their sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPE = np.dtype(f"<u{TOKEN_BYTES}")
 
 
 def in_eval(number: int, seed: int, share: float) -> bool:
-    """Whether document `number` is kept for evaluation: a draw of its own, whatever the others are."""
+    """Return whether document `number` is used for evaluation: an independent random draw for each document."""
     return share > 0 and np.random.Generator(np.random.PCG64([seed, 7, number])).random() < share
 
 
@@ -28,7 +28,7 @@ def write_tokens(
     seed: int,
     eval_share: float,
 ) -> dict[str, int]:
-    """Write train.tokens and eval.tokens (little-endian uint32) below `folder`; returns counts of both."""
+    """Write train.tokens and eval.tokens (little-endian uint32) in `folder`; return the document and token counts."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"train_documents": 0, "eval_documents": 0, "train_tokens": 0, "eval_tokens": 0}
     number = 0
@@ -53,7 +53,7 @@ def _batches(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def move_tail(folder: Path, tokens: int) -> None:
-    """Make the last `tokens` of train.tokens the evaluation text: where there were too few documents to split."""
+    """Move the last `tokens` of train.tokens to eval.tokens, for texts with too few documents to split."""
     with (folder / "train.tokens").open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - tokens * TOKEN_BYTES)
@@ -63,7 +63,7 @@ def move_tail(folder: Path, tokens: int) -> None:
 
 
 class Sequences:
-    """A token file as sequences of `context` tokens; what does not fill the last one is left out."""
+    """A token file as sequences of `context` tokens; an incomplete last sequence is left out."""
 
     def __init__(self, path: Path, context: int) -> None:
         tokens = path.stat().st_size // TOKEN_BYTES
@@ -75,6 +75,6 @@ class Sequences:
         return self._count
 
     def rows(self, numbers: Iterable[int]) -> np.ndarray:
-        """int64 of shape (len(numbers), context)."""
+        """Return the given sequences as an int64 array of shape (len(numbers), context)."""
         size = self._context
         return np.stack([self._tokens[n * size : (n + 1) * size] for n in numbers]).astype(np.int64)

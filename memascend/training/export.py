@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from memascend.training.backends.streaming import StreamingBackend
 
 SHARD_BYTES = 50 * 10**9  # as transformers' save_pretrained
-_MARK = ".memascend-export"  # in what an export that is cut off leaves, which the next one removes
-_LISTED_AGAIN = 10  # times, while a run replaces its only checkpoint
+_MARK = ".memascend-export"  # marks a partial folder, so that the next export may remove one that was interrupted
+_LISTED_AGAIN = 10  # attempts to list checkpoints while a run replaces its only one
 INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
 
 def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_checkpoint: bool = False) -> str:
-    """Write them into `target`, which is made and appears whole, also after a power cut; returns a line that says which
-    step they are of. In files of at most `shard_bytes` of tensors each, or of one tensor; several have an index.
+    """Write the newest weights of a run into the new folder `target`; return a line that says which step they are from.
 
-    `from_checkpoint`: those of the newest checkpoint, while the run trains or not. Else a step whose update was cut off
-    is completed first.
+    `target` appears complete or not at all, even after a power failure. Each file of weights has at most `shard_bytes`
+    of tensors, or a single larger tensor; several files get an index. `from_checkpoint`: export the newest checkpoint,
+    which is possible while the run trains. Otherwise a step whose update was interrupted is completed first.
 
-    Raises ValueError, in one line, where `run` is no run, trains at the moment or has no weights yet, where `target` is
-    there already, or in the run's folder, and where the disk is full; OSError where it cannot be written otherwise.
-    After an error nothing is left.
+    Raises a one-line ValueError if `run` is not a run, is training or has no weights yet, if `target` exists and is not
+    an empty folder or is inside the run's folder, or if the disk is full; OSError if writing fails otherwise. After an
+    error nothing is left behind.
     """
     folder = RunFolder(run)
     require_run(folder)
@@ -81,7 +81,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_chec
 
 
 def _require_target(run: Path, target: Path) -> Path:
-    """Where the export is written first. ValueError where it may not be written."""
+    """Return the partial folder that the export is written to first. Raises ValueError if it must not be written."""
     if target.resolve().is_relative_to(run.resolve()):
         raise ValueError(f"{target} is in the run's own folder: name one outside of {run}")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
@@ -97,29 +97,32 @@ def _require_target(run: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _begun(partial: Path, target: Path) -> Iterator[None]:
-    """An empty `partial` with the mark, which is locked until the end. ValueError where another export writes there."""
+    """Create an empty `partial` that contains the mark file, locked until the end.
+
+    Raises ValueError if another export is writing there.
+    """
     with contextlib.ExitStack() as ends:
         try:
-            with contextlib.suppress(FileNotFoundError):  # of an export that was cut off, whose lock went with it
+            with contextlib.suppress(FileNotFoundError):  # locks the leftovers of an interrupted export, if any
                 ends.enter_context(_locked(partial / _MARK, "rb"))
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             ends.enter_context(_locked(partial / _MARK, "xb"))
-        except (BlockingIOError, FileExistsError, FileNotFoundError):  # both began at once, too
+        except (BlockingIOError, FileExistsError, FileNotFoundError):  # the latter two if both began at the same time
             raise ValueError(f"another export is writing {target}: wait for it, or name another folder") from None
         yield
 
 
 @contextlib.contextmanager
 def _locked(path: Path, mode: str) -> Iterator[None]:
-    """BlockingIOError where another process, or another call, has it."""
+    """Open and lock a file. Raises BlockingIOError if another process or another call has locked it."""
     with path.open(mode) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 
 def _hold(folder: RunFolder, ends: contextlib.ExitStack) -> None:
-    """Lock the run's folder until `ends` closes. ValueError, which names what can be exported, where it trains."""
+    """Lock the run's folder until `ends` closes. Raises ValueError if it is training, with what can be exported."""
     try:
         ends.enter_context(folder.held(resume=True))
     except RunInUse as in_use:
@@ -134,11 +137,14 @@ def _newest_checkpoint(folder: RunFolder) -> Checkpoint | None:
 
 
 def _write_checkpoint(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
-    """The newest checkpoint; its step. Its files are open before one is read: the run may remove them meanwhile."""
+    """Export the newest checkpoint; return its step.
+
+    All of its files are opened before any is read, because a training run may remove the checkpoint meanwhile.
+    """
     tried: Checkpoint | None = None
     for _ in range(_LISTED_AGAIN):
         newest = _newest_checkpoint(folder)
-        if newest is None:  # or the run has removed the one that was listed: a newer one is there then
+        if newest is None:  # or the run removed the only listed one, and has a newer one by now
             continue
         with contextlib.ExitStack() as ends:
             try:
@@ -156,7 +162,7 @@ def _write_checkpoint(folder: RunFolder, partial: Path, shard_bytes: int) -> int
 
 
 def _write(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
-    """The later of states and checkpoint; its step."""
+    """Export the states on the SSD or the newest checkpoint, whichever is later; return its step."""
     newest = _newest_checkpoint(folder)
     backend = kept_backend(folder)
     kept = backend.kept_step() if backend is not None else None
@@ -174,7 +180,7 @@ def _write(folder: RunFolder, partial: Path, shard_bytes: int) -> int:
 
 
 def _copy(files: dict[str, Path], partial: Path, shard_bytes: int) -> None:
-    """Of a checkpoint, by name. The weights come last: a folder without them is refused by whoever loads it."""
+    """Copy the files of a checkpoint, given by name. The weights come last, since loaders refuse a folder without."""
     from memascend.storage.tensor_file import TensorFileReader, TensorLayout, tensor_spans
 
     weights = files[checkpoint.WEIGHTS]
@@ -190,7 +196,7 @@ def _copy(files: dict[str, Path], partial: Path, shard_bytes: int) -> None:
 
 
 def _shards(layouts: list[TensorLayout], shard_bytes: int) -> list[list[TensorLayout]]:
-    """Consecutive tensors, of at most so many bytes together; a larger one is alone."""
+    """Split the tensors into consecutive shards of at most `shard_bytes`; a larger tensor gets a shard of its own."""
     shards: list[list[TensorLayout]] = [[]]
     size = 0
     for layout in layouts:
@@ -205,7 +211,10 @@ def _shards(layouts: list[TensorLayout], shard_bytes: int) -> list[list[TensorLa
 def _write_weights(
     partial: Path, layouts: list[TensorLayout], tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int
 ) -> None:
-    """`tensors` are those of `layouts`, in their order. The index of several files is the last that is written."""
+    """Write the weights in one or more files; if several, their index is written last.
+
+    `tensors` are (name, tensor) pairs in the order of `layouts`.
+    """
     from memascend.storage.tensor_file import TensorFileWriter
 
     shards, following = _shards(layouts, shard_bytes), iter(tensors)
@@ -231,7 +240,7 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, sh
     try:
         _require_room(partial, sum(layout.nbytes for layout in backend.weight_layouts()))
         save_configuration(backend.model, partial, folder.tokenizer)
-        with contextlib.closing(backend.weights()) as weights:  # after an error, before the engine is
+        with contextlib.closing(backend.weights()) as weights:  # must be closed before the engine, also after an error
             _write_weights(partial, backend.weight_layouts(), weights, shard_bytes)
     finally:
         backend.close_kept()

@@ -1,7 +1,8 @@
-"""The output folder of a run and its swap folder: who uses them, what is left of dead runs, and how files appear whole.
+"""The output folder and the swap folder of a run: who uses them, and the removal of what dead runs left.
 
-A folder in use is one whose lock file somebody holds (flock): the kernel lets go of a dead process's locks, so no pid
-has to be believed. All processes of a run hold it, shared; whoever gets it alone is looking at a dead run's folder.
+A folder is in use while its lock file is locked (flock). The kernel releases the locks of a dead process, so no pid has
+to be trusted. All processes of a run share the lock; a process that gets it exclusively is looking at the folder of a
+dead run.
 """
 
 from __future__ import annotations
@@ -24,27 +25,30 @@ from memascend.storage.names import SCRATCH_PREFIX
 from memascend.training.config import SAVED_AS
 
 LOCK = "run.lock"
-TOKEN_BYTES = 4  # of the files of tokens
+TOKEN_BYTES = 4  # size of one token in the token files
 OWNER = "owner.json"
 SWAP_PREFIX = "memascend-swap-"
 MIB = 1 << 20
 
 
 class InUse(Exception):
-    """Another process holds the lock; the text is what the lock file says about it."""
+    """Raised when another process has the lock; the message is the content of the lock file."""
 
 
 class RunInUse(ValueError):
-    """A run's folder that another process has locked; the message says who."""
+    """Raised when another process has locked the run's folder; the message says which."""
 
 
 class Lock:
-    """A held flock on `folder/run.lock`; released by `close` or by the end of the process."""
+    """A flock on `folder/run.lock`, exclusive if `alone`, else shared; released by `close` or when the process ends.
+
+    The constructor raises InUse if another process has the lock.
+    """
 
     def __init__(self, folder: Path, *, alone: bool) -> None:
         self._path = folder / LOCK
         self._handle = self._locked(alone)
-        while not self._is_of_the_file():  # its holder has removed it meanwhile
+        while not self._is_of_the_file():  # its previous owner removed the file meanwhile
             os.close(self._handle)
             self._handle = self._locked(alone)
 
@@ -65,11 +69,11 @@ class Lock:
             return False
 
     def line(self) -> str:
-        """What the holder, or the last one, has left."""
+        """Return the line that the current or last owner wrote into the lock file."""
         return _said(self._handle)
 
     def say(self, text: str) -> None:
-        """Leave a line for whoever finds the folder locked."""
+        """Write a line for other processes that find the folder locked."""
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, text.encode(), 0)
 
@@ -77,7 +81,10 @@ class Lock:
         os.close(self._handle)
 
     def remove(self) -> None:
-        """Take the lock file away, while it is held: afterwards it may be another's. `close` comes as ever."""
+        """Delete the lock file while the lock is owned, since afterwards it may belong to another process.
+
+        The lock must still be closed.
+        """
         self._path.unlink(missing_ok=True)
 
 
@@ -86,12 +93,12 @@ def _said(handle: int) -> str:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Of `folder` and its parents those that are not there, the deepest first."""
+    """Return those of `folder` and its parents that do not exist, deepest first."""
     return list(itertools.takewhile(lambda each: not each.exists(), (folder, *folder.parents)))
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Those of `folders` that are empty, in this order."""
+    """Remove those of `folders` that are empty, in the given order."""
     for folder in folders:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -117,7 +124,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """Always the newest checkpoint's weights, in the layout of `from_pretrained` (a link)."""
+        """Link to the newest checkpoint's weights, in the layout of `from_pretrained`."""
         return self.root / "model"
 
     @property
@@ -130,18 +137,20 @@ class RunFolder:
 
     @property
     def partial_text(self) -> Path:
-        """What becomes `tokenizer` and `data`; left where making it was cut short."""
+        """Temporary folder that becomes `tokenizer` and `data`; remains if the preparation was interrupted."""
         return self.root / ".text.partial"
 
     @property
     def text(self) -> Path:
-        """Size and checksum of each token file, as the run's first steps read them. It outlives `prepared`: with other
-        text the run does not go on."""
+        """Size and checksum of each token file, as the run's first steps read them.
+
+        It outlives `prepared`, so that a run is never resumed with a different text.
+        """
         return self.root / "text.json"
 
     @property
     def prepared(self) -> Path:
-        """What the preparation found out; its last file, so it is there only when all is."""
+        """Result of the preparation. It is the last file written, so it exists only if the preparation is complete."""
         return self.root / "prepared.json"
 
     @property
@@ -153,9 +162,10 @@ class RunFolder:
         return self.root / "report"
 
     def open(self, *, resume: bool) -> Lock:
-        """Make the folder, or take over that of an earlier run; returns its lock, held alone.
+        """Create the folder, or take over that of an earlier run; return its lock, which is exclusive.
 
-        Raises ValueError where it exists and `resume` is off, where it is in use, or where it cannot be written.
+        Raises ValueError if the folder is not empty and `resume` is off, if there is no run to resume, if it is in use
+        (RunInUse), or if it cannot be written.
         """
         found = sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
         if self.root.exists() and not self.root.is_dir():
@@ -180,8 +190,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, *, resume: bool) -> Iterator[Lock]:
-        """`open`, for as long as the block runs. If it fails, what this call made and nothing needs is removed again:
-        the lock file where there is no run to go on with, and empty folders."""
+        """Keep the folder open (see `open`) for the duration of the block.
+
+        If the block fails, what this call created and is not needed is removed again: the lock file, if there is no run
+        to resume, and empty folders.
+        """
         made, was_locked = missing_folders(self.root), (self.root / LOCK).exists()
         try:
             lock = self.open(resume=resume)
@@ -203,11 +216,11 @@ class RunFolder:
 
 @dataclass
 class SwapFolder:
-    """A folder for the swap files of one run; removed with `remove`, or by a later run when this one dies."""
+    """A folder for the swap files of one run; removed by `remove`, or by a later run if this one dies."""
 
     path: Path
     lock: Lock
-    made: list[Path]  # folders above it that were not there before, the deepest first
+    made: list[Path]  # parent folders that did not exist before, deepest first
 
     @classmethod
     def make(cls, parent: Path, output: Path) -> SwapFolder:
@@ -225,16 +238,17 @@ class SwapFolder:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether DeepSpeed's swappers, our engines or this module made the file."""
+    """Return whether the file was made by DeepSpeed's swappers, our engines or this module."""
     return path.name in (LOCK, OWNER) or path.suffix == ".swp" or path.name.startswith(SCRATCH_PREFIX)
 
 
 def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -> list[str]:
-    """Remove the swap files of dead runs below `parent`; one line for each folder about what was done.
+    """Remove the swap files of dead runs in `parent`; return one line per folder that says what was done.
 
-    Only folders called memascend-swap-* that hold our owner file, that nobody locks, and in them only files of ours.
-    `mine`: an output folder whose lock the caller holds. What locks a swap folder of that run can only be ranks that
-    die with their parent, which takes large ones a while: they are waited for, `patience` seconds in all.
+    Only folders called memascend-swap-* are considered that contain our owner file and are not locked, and only our own
+    files in them are removed. `mine`: an output folder that the caller has locked. A swap folder of that run can only
+    be locked by ranks that are dying with their parent, which takes a while if they are large: they are waited for, at
+    most `patience` seconds in all.
     """
     lines = []
     deadline = time.monotonic() + patience
@@ -242,7 +256,7 @@ def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -
         if folder.is_symlink() or not (folder / OWNER).is_file() or not (folder / LOCK).is_file():
             continue
         owner = _owner(folder)
-        if is_of_another_host(owner.get("marks", ())):  # whose locks need not be seen here
+        if is_of_another_host(owner.get("marks", ())):  # its locks may not be visible here
             continue
         is_mine = mine is not None and owner.get("output") == str(mine)
         try:
@@ -266,7 +280,7 @@ def _owner(folder: Path) -> dict[str, Any]:
 
 
 def _lock_by(folder: Path, deadline: float) -> Lock:
-    """The lock, alone; tried until `deadline`, and once."""
+    """Acquire the exclusive lock: try at least once, and until `deadline`. Raises InUse."""
     while True:
         try:
             return Lock(folder, alone=True)

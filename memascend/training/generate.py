@@ -1,4 +1,4 @@
-"""`memascend generate`: text from the newest weights of a run, a block at a time from its states on the SSD."""
+"""`memascend generate`: generate text with a run's newest weights, read block by block from its states on the SSD."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from memascend.training.progress import read_metrics
 
 
 def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
-    """Print `prompt` and at most `tokens` tokens that follow it, as they come; returns a line that says which step they
-    are of and how long they took.
+    """Print `prompt` and at most `tokens` following tokens as they are generated.
 
-    Each token reads all weights once, and no more of them is in memory than a step of training holds. Keys and values
-    of the tokens so far are in memory. With `temperature` 0 the likeliest token is taken, else one is drawn (`seed`).
+    Returns a line that says which step the weights are from and how long generation took. Each token reads all weights
+    once, and no more of them are in memory than in a training step. Keys and values of the tokens so far are kept in
+    memory. With `temperature` 0 the most likely token is taken, otherwise one is sampled with `seed`. A step whose
+    update was interrupted is completed first.
 
-    Raises ValueError, in one line, where `run` is no run, trains at the moment or has no states on the SSD, and where
-    prompt and tokens are more than the model's positions. A step whose update was cut off is completed first.
+    Raises a one-line ValueError if `run` is not a run, is training or has no states on the SSD, or if prompt and tokens
+    exceed the model's positions.
     """
     folder = RunFolder(run)
     require_run(folder)
@@ -49,7 +50,7 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
         )
     if streams:
         made = max((row["step"] for row in read_metrics(folder.metrics)), default=0)
-        if made > 1:  # the first one may have been cut off before it was kept
+        if made > 1:  # the first step may have been interrupted before its states were kept
             return f"{folder.root} has finished {made} steps, but its states are missing: restore them"
         return f"{folder.root} has no weights yet: no step of it was completed"
     if read_prepared(folder) is None:

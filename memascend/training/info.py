@@ -1,4 +1,4 @@
-"""`memascend info`: what a run's folder holds, how far it is, and what to type next."""
+"""`memascend info`: the contents of a run's folder, its progress, and the next command."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from memascend.training.progress import byte_count, duration, read_metrics
 
 
 def info(run: Path) -> dict[str, Any]:
-    """Facts of the run in `run`; nothing is changed, also while it trains. ValueError where the folder holds no run.
+    """Return facts about the run in the folder `run`. Read-only, also while it trains.
 
-    `step`: completed, by the newest of rows, checkpoints and states. `steps`: planned, None where --epochs decides and
-    the text was not prepared. `kept_step`: the step that the states on the SSD are of, None where there are none.
+    `step`: completed steps, by the newest of metrics rows, checkpoints and states. `steps`: planned steps, None if
+    --epochs determines them and the text is not prepared. `kept_step`: the step of the states on the SSD, None if there
+    are none. Raises ValueError if the folder is not a run.
     """
     folder = RunFolder(run)
     require_run(folder)
@@ -56,7 +57,7 @@ def info(run: Path) -> dict[str, Any]:
 
 
 def _kept(folder: RunFolder) -> tuple[int | None, bool]:
-    """The step of the states on the SSD, and whether they were left in the middle of one."""
+    """Return the step of the states on the SSD, and whether they were left in the middle of an update."""
     from memascend.training.backends.protocol import KeptStepIsPartial
 
     backend = kept_backend(folder)
@@ -67,7 +68,7 @@ def _kept(folder: RunFolder) -> tuple[int | None, bool]:
 
 
 def _trains(folder: RunFolder) -> str | None:
-    """What the lock file says of the process that uses the folder; None where nobody does."""
+    """Return what the lock file says about the process that uses the folder, or None if it is not in use."""
     if not (folder.root / "run.lock").exists() or not os.access(folder.root / "run.lock", os.W_OK):
         return None
     try:
@@ -78,7 +79,7 @@ def _trains(folder: RunFolder) -> str | None:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What its files take on the disk, links not followed; one that goes meanwhile takes nothing."""
+    """Return the disk usage of all files below `folder` in bytes. Links are not followed; vanished files count as 0."""
     size = 0
     for root, _, names in os.walk(folder):
         for name in names:

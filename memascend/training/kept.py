@@ -1,4 +1,4 @@
-"""The states that a run of the streaming engine has left, opened without training."""
+"""Opening the optimizer states that a run of the streaming engine left on storage, without training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 
 def require_run(folder: RunFolder) -> None:
-    """Raise ValueError where `folder` holds no run."""
+    """Raise ValueError if `folder` does not contain a run."""
     if not folder.config.is_file():
         raise ValueError(f"{folder.root} holds no run: name the folder that memascend train wrote to (--output)")
 
 
 def kept_backend(folder: RunFolder) -> StreamingBackend | None:
-    """The backend whose states outlive a run, where this one has it; `open_kept(kept_source(folder))` opens them."""
+    """Return the backend of a run whose states outlive it, or None for other runs and unprepared ones.
+
+    `open_kept(kept_source(folder))` on the result opens the states.
+    """
     config, prepared = launch.saved_config(folder), read_prepared(folder)
     if prepared is None:
         return None
@@ -33,7 +36,10 @@ def kept_backend(folder: RunFolder) -> StreamingBackend | None:
 
 
 def kept_source(folder: RunFolder) -> Path | dict[str, Any]:
-    """The folder or the configuration that the run's model was made from; ValueError where the run's files lack it."""
+    """Return the model folder or the model configuration that the run started from.
+
+    Raises ValueError if the run's files do not include it.
+    """
     prepared = read_prepared(folder)
     if prepared is None:
         raise ValueError(f"{folder.prepared} is missing: run memascend train --output {folder.root} --resume first")

@@ -1,5 +1,7 @@
-"""The parent of a run: prepares, starts the ranks, forwards signals, cleans up. It imports neither torch nor DeepSpeed,
-so what a machine holds is what training holds."""
+"""The parent process of a run: prepares it, starts the ranks, forwards signals and cleans up.
+
+It imports neither torch nor DeepSpeed, so that it adds almost nothing to the memory that training uses.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
 
 def saved_config(folder: RunFolder) -> TrainConfig:
-    """The configuration that the run began with, or goes on with; its output is `folder`, also where that was moved."""
+    """Return the run's saved configuration. Its output is `folder`, even if the folder was moved."""
     config = configs.complete(configs.read_config(folder.config))
     return dataclasses.replace(config, output=str(folder.root.absolute()))
 
@@ -55,7 +57,7 @@ def save_config(folder: RunFolder, config: TrainConfig) -> None:
 
 
 class NothingToDo(Exception):
-    """The run is as far as the call asks for; it has been said."""
+    """Raised when the run is already as far as the call asks for, after a message was printed."""
 
 
 def launch(
@@ -67,11 +69,11 @@ def launch(
     setup_of: SetupOf = systems.setup,
     temporary: bool = False,
 ) -> int:
-    """Train in child processes. Returns the exit status: 0, or where it was stopped 130 (Ctrl-C) or 143.
+    """Train in child processes. Return the exit status: 0, or 130 (Ctrl-C) or 143 if the run was stopped.
 
-    `wanted`: the keys that the caller set. `dry_run`: all that comes before the first step, and then nothing is left
-    of it. `setup_of`: what its backend is told. `temporary`: the caller removes the folder, so nothing that is printed
-    points there. Raises ValueError in one line for whatever the user can change.
+    `wanted`: the keys that the caller set. `dry_run`: do everything that precedes the first step, and remove it again.
+    `setup_of`: the function that makes the backend's setup. `temporary`: the caller removes the folder, so no printed
+    message refers to it. Raises a one-line ValueError for whatever the user can change.
     """
     folder = RunFolder(config.output_folder)
     stopping = Stopping()
@@ -102,9 +104,10 @@ def launch(
 
 
 def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
-    """Train as one of the processes that torchrun or the deepspeed launcher started. Returns the exit status.
+    """Train as one of the processes that torchrun or the deepspeed launcher started. Return the exit status.
 
-    The first rank does what the parent does in `launch`, and tells the others. One machine: swap files are local.
+    The first rank does what the parent does in `launch` and broadcasts the job to the others. All ranks must be on one
+    machine, because swap files are local. Raises ValueError otherwise.
     """
     import torch
 
@@ -159,9 +162,11 @@ def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> It
 def _opened(
     folder: RunFolder, config: TrainConfig, resume: bool, wanted: dict[str, Any]
 ) -> Iterator[tuple[TrainConfig, Lock]]:
-    """The run's folder, locked, and its configuration, written down there. A call that fails before the first step
-    leaves nothing of its own but logs that say why; what was there before a --resume stays, also where there was
-    nothing to do."""
+    """Lock the run's folder, save the configuration in it, and yield both the configuration and the lock.
+
+    A new run that fails before the first step leaves nothing but logs that say why. If a --resume makes no step, the
+    previous configuration is restored.
+    """
     with folder.held(resume=resume) as lock:
         before, made = folder.config.read_text(encoding="utf-8") if resume else "", _steps_made(folder)
         try:
@@ -186,13 +191,13 @@ def _steps_made(folder: RunFolder) -> int:
 
 
 def _has_trained(folder: RunFolder) -> bool:
-    """Whether a step was made: there is something to go on from, or losses to look at."""
+    """Return whether the run has a checkpoint to resume from, or metrics of at least one step."""
     trained = folder.metrics.exists() and folder.metrics.stat().st_size
     return bool(trained or checkpoint.listed(folder.checkpoints)[0])
 
 
 def _discard(folder: RunFolder) -> None:
-    """After a refusal nothing is left that would stand in the way of the corrected command."""
+    """Remove what a refused call wrote, so that it does not block the corrected command."""
     for path in (folder.data, folder.tokenizer, folder.partial_text):
         shutil.rmtree(path, ignore_errors=True)
     for path in (folder.config, folder.prepared, folder.text, folder.metrics):
@@ -208,7 +213,10 @@ def planned_steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
 def _composed(
     config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], setup_of: SetupOf = systems.setup
 ) -> Iterator[dict[str, Any]]:
-    """What the ranks are told; its swap folder goes at the end. NothingToDo, once that is said."""
+    """Yield the job description for the ranks; remove its swap folder at the end.
+
+    Raises NothingToDo, after saying so, if the newest checkpoint is already at the last step and evaluated.
+    """
     checkpoint.clean(folder.checkpoints)
     found, refused = checkpoint.listed(folder.checkpoints)
     for line in refused:
@@ -229,7 +237,7 @@ def _composed(
         files = "1 file" if len(left) == 1 else f"{len(left)} files"
         say(f"removed {size:,.0f} MiB ({files}) that earlier runs that were killed had left in shared memory")
     swap = None
-    unused = [] if config.nvme else [nvme]  # a folder that the user named stays
+    unused = [] if config.nvme else [nvme]  # a folder that the user named is kept
     try:
         setup = setup_of(config, prepared, folder.root.name, "SWAP")
         if setup.swaps:
@@ -244,7 +252,7 @@ def _composed(
         job["swap"] = str(swap.path) if swap else None
         _announce(config, prepared, job, full)
         yield job
-    except Stuck:  # a later call removes what they may still use
+    except Stuck:  # its processes may still use the files, so a later call removes them
         swap, unused = None, []
         raise
     except BaseException:
@@ -254,19 +262,21 @@ def _composed(
         if swap is not None:
             swap.remove()
         remove_empty(unused)
-        collect_shared_memory()  # also of ranks that were still dying when this run began
+        collect_shared_memory()  # including that of ranks that were still exiting when this run began
 
 
 def lacks_evaluation(config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], step: int) -> bool:
-    """Whether the last evaluation of a run was interrupted, or its row is lost."""
+    """Return whether the evaluation of `step` is missing: it was interrupted, or its row in the metrics is lost."""
     if min(prepared["eval_sequences"], config.eval_sequences) < config.ranks * config.batch:
         return False
     return not any(row["kind"] == "eval" and row["step"] == step for row in read_metrics(folder.metrics))
 
 
 def _states_to_come(setup: backends.Setup) -> Path | None:
-    """The folder that is there where a backend of its own storage is going to make one; None where it has it already,
-    or needs none."""
+    """Return the nearest existing parent of the states folder that a backend with its own storage will create.
+
+    None if that folder exists already, or if the backend needs none.
+    """
     states = Path(setup.settings.get("folder", ""))
     if "folder" not in setup.settings or states.exists():
         return None
@@ -326,7 +336,7 @@ def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any]
 
 
 def _take_over(lock: Lock) -> None:
-    """Clean up after a process that was killed in this folder, as far as its lock file tells, and sign it."""
+    """Clean up after a process that was killed in this folder, by its lock file, and write our own pid into it."""
     port = re.search(r"port (\d+)", lock.line())
     if port:
         remove_shared_buffers(int(port.group(1)))
@@ -342,7 +352,7 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
         path.write_text(json.dumps(job | {"results": work}))
         try:
             stopping.children = [start_rank(rank, ranks, port, job["threads"], path, folder) for rank in range(ranks)]
-            at_once = stopping.asked > 0  # while they were being started
+            at_once = stopping.asked > 0  # a signal came while the ranks were being started
             if not at_once:
                 wait(stopping)
         finally:
@@ -358,7 +368,10 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
 
 
 def _goes_on(folder: RunFolder, after: str) -> str:
-    """What --resume does: `after` is what it goes on from, a checkpoint or a step that the SSD has kept."""
+    """Return a phrase that says what --resume will do.
+
+    `after` names what it continues from: a checkpoint, or a completed step whose states are on the SSD.
+    """
     if not _has_trained(folder):
         return "--resume starts over"
     if after == "checkpoint" and not any(each.is_full for each in checkpoint.listed(folder.checkpoints)[0]):
@@ -383,7 +396,7 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
         if stopped and not results:
             say(f"stopped before the first step was finished; {_goes_on(folder, after)}")
         return stopping.status if stopped else 0
-    # The rank that fails first takes the others along (they are killed): name one that ended by itself.
+    # When one rank fails, the others are killed: report a rank that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))
     log = folder.logs / f"rank{rank}.log"
     if code == -signal.SIGKILL:

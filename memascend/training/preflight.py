@@ -1,4 +1,7 @@
-"""Will there be room? Memory and disk against what the run needs, before hours are spent. No torch here."""
+"""Checks of available memory and disk space against what a run needs, before hours are spent.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,23 @@ from memascend.storage.shared_memory import room
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
-# Bytes per parameter on the swap device, where there is no plan: 2 weights, 12 master and moments, 4 gradients
-# (evidence: DeepSpeed's swappers write 18 B/parameter per step), and a tenth for alignment.
+# Bytes per parameter on the swap device if there is no plan: 2 for weights, 12 for master weights and moments, 4 for
+# gradients (evidence: DeepSpeed's swappers write 18 bytes per parameter and step), and a tenth for alignment.
 SWAP_BYTES = 20
-NVIDIA_DEVICE = Path("/dev/nvidiactl")  # ranks on GPUs reduce elsewhere
-# What is taken beyond a plan: alignment, and what a store grows by at a time (swap_store.py), for each rank.
-SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20  # what a swap file takes beside its tensors
-# In a checkpoint: 2 weights, and master and moments in 4 or 2 bytes each, or bf16 masters with moments of 8 bits.
+NVIDIA_DEVICE = Path("/dev/nvidiactl")  # ranks on GPUs do not reduce through /dev/shm
+# Space in addition to a plan: alignment as a factor, and the increment by which a rank's store grows (swap_store.py).
+SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20
+# Bytes per parameter in a checkpoint: 2 for weights, and 4 or 2 each for master weights and both moments, or 2 for bf16
+# master weights plus 8-bit moments.
 CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8, "int8": 2 + 2 + 2 + 2 / 32}
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
-    """ValueError that says what is missing and what would help."""
+    """Check host memory and disks. Raises a ValueError that says how much is missing and what would help.
+
+    `swap`: the folder for swap files or states, None if the run needs none or has it already.
+    """
     if config.trace and Path(config.trace).is_dir():
         raise ValueError(f"--trace {config.trace} is a folder: name a file in it, such as {config.trace}/trace.json")
     needed = prepared["planned_host_bytes"]
@@ -51,7 +58,10 @@ def check(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Pat
 
 
 def check_shared_memory(ranks: int) -> None:
-    """ValueError where the buffers of DeepSpeed's ranks on CPUs would fill it: what is made next then fails."""
+    """Raise ValueError if the buffers of DeepSpeed's ranks on CPUs would fill /dev/shm.
+
+    Later allocations in it would then fail.
+    """
     there = room(ranks)
     if not there.suffices and not NVIDIA_DEVICE.exists():
         raise ValueError(
@@ -61,11 +71,11 @@ def check_shared_memory(ranks: int) -> None:
 
 
 def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, swap: Path | None) -> None:
-    """Each file system has room for all that is written there; several tiers have it together."""
+    """Check that each file system has space for everything that is written there; several tiers are checked jointly."""
     parameters = prepared["parameters"]
     checkpoints = round(_checkpoint_bytes(config) * parameters)
     wants = [(output, checkpoints, "checkpoints", "another --output")]
-    planned = prepared.get("planned_swap_bytes")  # a run of an earlier version has not noted it
+    planned = prepared.get("planned_swap_bytes")  # missing in runs of earlier versions
     swapped = SWAP_BYTES * parameters if planned is None else round(SWAP_SLACK * planned)
     if swap is not None and config.tiers:
         _check_tiers(config, swapped, output, checkpoints)
@@ -76,7 +86,7 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
         if os.stat(swap).st_dev == os.stat(output).st_dev:
             free -= checkpoints
         if swapped > free and (least := prepared.get("least_swap_bytes")) is not None:
-            swapped = round(SWAP_SLACK * least)  # one version of the states, with what it takes to do a step again
+            swapped = round(SWAP_SLACK * least)  # one version of the states, with the data to redo a step
         wants.append((swap, swapped + config.ranks * SWAP_INDEX_BYTES, "swap files", "another --nvme"))
     by_device: dict[int, list[tuple[Path, int, str, str]]] = {}
     for want in wants:
@@ -93,13 +103,13 @@ def _check_disks(config: TrainConfig, prepared: dict[str, Any], output: Path, sw
 
 
 def _checkpoint_bytes(config: TrainConfig) -> float:
-    """A parameter, of all checkpoints that are there at a time."""
+    """Return the bytes per parameter of all checkpoints that exist at the same time."""
     each = {"full": CHECKPOINT_BYTES[config.states], "weights": WEIGHT_BYTES[config.dtype], "none": 0}
     return (config.keep + 1) * each[config.checkpoints]
 
 
 def _fewer_checkpoints(config: TrainConfig, parameters: int, missing: int) -> list[str]:
-    """Options that save as many bytes of checkpoints as are missing."""
+    """Return options that reduce the checkpoints by at least as many bytes as are missing."""
     ways = {}
     if config.keep > 1:
         ways["--keep 1"] = dataclasses.replace(config, keep=1)
@@ -110,8 +120,11 @@ def _fewer_checkpoints(config: TrainConfig, parameters: int, missing: int) -> li
 
 
 def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: int) -> None:
-    """All together: what has no room on its path goes to another. Folders on one file system share its room, with the
-    checkpoints where these are written there too; what is on a path too small for its own index is none."""
+    """Check the free space of all tiers together, because data that does not fit on its path goes to another one.
+
+    Folders on the same file system share its free space, also with checkpoints that are written to it. A path that is
+    too small for its own index contributes nothing.
+    """
     first = systems.arrangement(config.system, config.arm).first_path
     used = config.tiers[:1] if first else config.tiers
     disks: dict[tuple[str, int], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Model and text of a run, made ready by a process of their own, and found again by a run that goes on."""
+"""Preparation of a run's model and text in a separate process; a resumed run checks and reuses the result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
 
 
 def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
-    """What the preparation left, or None where it has not come to its end. ValueError where it cannot be read."""
+    """Return the result of the preparation, or None if it has not finished. Raises ValueError if it is damaged."""
     try:
         found = json.loads(folder.prepared.read_text()) if folder.prepared.is_file() else None
         if found is not None and not (isinstance(found, dict) and found.keys() >= PREPARED):
@@ -71,8 +71,10 @@ def read_prepared(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _require_as_prepared(folder: RunFolder, prepared: dict[str, Any]) -> None:
-    """The files that the preparation has made are there, and as they were: with other text a resume would go on to
-    other weights."""
+    """Raise ValueError unless the prepared files exist and are unchanged.
+
+    With different text, a resumed run would arrive at different weights.
+    """
     for name in ("train", "eval"):
         path, wanted = folder.data / f"{name}.tokens", prepared[f"{name}_tokens"] * TOKEN_BYTES
         if not path.is_file():

@@ -1,5 +1,7 @@
-"""Before the ranks start: the model's sizes, the tokenizer, the tokens, and what the run will need. A process of its
-own, so that the memory it takes is gone when training begins; a run that goes on skips it."""
+"""Preparation of a run before the ranks start: model sizes, tokenizer, tokens, and the memory the run will need.
+
+It runs in a process of its own, so that its memory is released when training begins. A resumed run skips it.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ from memascend.training.processes import die_with_parent
 if TYPE_CHECKING:
     from memascend.planner.workload import Workload
 
-_WEIGHT_BYTES, _GROUPED_ALIGNMENT = 2, 16  # torch._grouped_mm wants strides of multiples of 16 bytes
+_WEIGHT_BYTES, _GROUPED_ALIGNMENT = 2, 16  # torch._grouped_mm requires strides that are multiples of 16 bytes
 
 
 def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
-    """Write tokenizer, token files and, last, `prepared.json`; returns the latter. ValueError in one line."""
+    """Write the tokenizer, the token files and finally `prepared.json`; return the content of the latter.
+
+    Raises a one-line ValueError.
+    """
     source, model_config = resolve_model(config)
     notes: list[str] = []
     if (policy := config.activation_policy()) is not None:
@@ -59,7 +64,7 @@ def prepare(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
 
 
 def resolve_model(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
-    """(folder of the weights and tokenizer or None, the model's configuration)."""
+    """Return the folder of weights and tokenizer (None if there is none) and the model's configuration."""
     from memascend.integrations import pretrained
 
     if config.twin > 1:
@@ -76,7 +81,10 @@ def resolve_model(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _twin(config: TrainConfig) -> ModelSpec:
-    """The model with its widths divided; ValueError where there is none, or none that torch's kernels take."""
+    """Return the model with its widths divided.
+
+    Raises ValueError if the model has no such twin, or none that torch's kernels support.
+    """
     spec = model_spec(config.model).fused(fused_experts("auto")).twin(config.twin)
     if spec.fused_experts and spec.expert_intermediate * _WEIGHT_BYTES % _GROUPED_ALIGNMENT:
         raise ValueError(
@@ -92,7 +100,7 @@ def _folder_of(model: str) -> Path | None:
 
 
 def _hub_name(model: str) -> str:
-    """A committed name (qwen2.5-0.5b) stands for its hub model."""
+    """Return the hub name of a committed model name such as qwen2.5-0.5b; other names are returned unchanged."""
     if "/" in model or Path(model).exists():
         return model
     with contextlib.suppress(ValueError):
@@ -113,7 +121,7 @@ def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
     shapes = parameter_shapes(model_config)
     try:
         return list(named_tensors(shapes))
-    except ValueError:  # a tensor in no known place is streamed like one outside of the blocks
+    except ValueError:  # a tensor of unknown role is streamed like one outside the blocks
         return [TensorSpec(name, shape, None) for name, shape in shapes]
 
 
@@ -129,7 +137,7 @@ def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
         "sub_group_size": sub_group_size([[partition_numel(tensor.numel, config.ranks) for tensor in tensors]]),
     }
     threshold = SWAP_THRESHOLD_BYTES / config.twin**2
-    with contextlib.suppress(ValueError):  # nothing is large enough to stream
+    with contextlib.suppress(ValueError):  # raised if nothing is large enough to stream
         flow = streamed(tensors, element_bytes=2, ranks=config.ranks, threshold_bytes=threshold)
         sizes |= {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
     return sizes
@@ -144,7 +152,10 @@ def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
 
 
 def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workload:
-    """What this run trains, as the planner sees it; over several tiers with the sub-groups that wait in host memory."""
+    """Return the planner's workload for this run.
+
+    With several tiers, the plan includes the sub-groups that are cached in host memory.
+    """
     import torch
 
     from memascend.planner.workload import workload_asked_for
@@ -162,7 +173,11 @@ def workload_of_run(config: TrainConfig, spec: ModelSpec, context: int) -> Workl
 
 
 def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes: list[str]) -> dict[str, Any]:
-    """Bytes of host memory and swap files that the planner expects; None where it does not know the model or system."""
+    """Return the bytes of host memory and swap files that the planner predicts.
+
+    The values are None if the planner does not support the model or the system, and a note says so. Raises
+    HostMemoryTooSmall if the plan exceeds the run's limit on host memory.
+    """
     from memascend.planner.host_budget import HostMemoryTooSmall, require_host_memory
     from memascend.planner.limits import stored_within
 
@@ -181,7 +196,7 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
             f"and no full checkpoint is saved before the end ({ways})"
         )
     swapped = least = None
-    with contextlib.suppress(ValueError):  # a system without a schedule
+    with contextlib.suppress(ValueError):  # raised for a system without a schedule
         swapped, least = (stored_within(work, room) for room in (None, 0))
     return {
         "planned_host_bytes": planned.host_bytes,
@@ -193,7 +208,7 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
 
 
 def _what_fits(work: Workload, needed_bytes: int) -> list[str] | None:
-    """Changes of a run that needs more than is available here, each of which would fit; None: there is enough."""
+    """Return changes that would each make the run fit into the available memory, or None if it already fits."""
     from memascend.planner.host_budget import what_fits
 
     available = host_memory().available_bytes
@@ -203,7 +218,10 @@ def _what_fits(work: Workload, needed_bytes: int) -> list[str] | None:
 def _systems_that_fit(
     config: TrainConfig, model_config: dict[str, Any], context: int, components: dict[str, int]
 ) -> list[str] | None:
-    """As `_what_fits`: systems in place of training in memory, which the planner does not plan."""
+    """Return up to two systems that would fit in place of training in memory; None if that already fits.
+
+    This replaces `_what_fits` for training in memory, which the planner does not support.
+    """
     from memascend.planner.footprint import plan
     from memascend.planner.host_budget import Change
 
@@ -213,7 +231,7 @@ def _systems_that_fit(
     for name in systems.names():
         if name == IN_MEMORY or not systems.arrangement(name).runs:
             continue
-        with contextlib.suppress(ValueError):  # it does not take this run's settings
+        with contextlib.suppress(ValueError):  # raised if the system does not support this run's settings
             work = workload_of_run(replace(config, system=name, arm=None), _spec(config, model_config), context)
             if (needed := plan(work).host_bytes) <= available:
                 fits.append(Change(settings={"system": name}, host_bytes=needed))
@@ -221,7 +239,10 @@ def _systems_that_fit(
 
 
 def _in_memory(config: TrainConfig, parameters: int) -> dict[str, Any]:
-    """As `_plan`, for plain PyTorch on the CPU: what it holds from step to step. Activations are not planned."""
+    """Return the counterpart of `_plan` for plain PyTorch: the host memory that persists between steps.
+
+    Activations are not included. With a GPU the result is 0, since everything is in GPU memory.
+    """
     import torch
 
     from memascend.planner.footprint import CPU_PROCESS_OVERHEAD_BYTES
@@ -292,7 +313,11 @@ def _text(
 
 
 def _sequences(config: TrainConfig, tokens: Path, counts: dict[str, int], context: int, share: float) -> dict[str, Any]:
-    """Counts of whole sequences; with too few documents to split, the end of the text is evaluated on."""
+    """Return the counts of whole sequences.
+
+    If there are too few documents to split, the end of the text becomes the evaluation text. Raises ValueError if the
+    text is too short for one step.
+    """
     if share and counts["eval_tokens"] < context * config.ranks:
         total = counts["train_tokens"] // context
         tail = max(config.ranks, round(total * share)) * context
@@ -338,12 +363,12 @@ def _tokenizer_folder(named: str | Path) -> Path:
     path = Path(named).expanduser()
     try:
         return path if path.is_dir() else local_folder(str(named), weights=False)
-    except ValueError as error:  # its advice is of a model
+    except ValueError as error:  # its advice is about models, not tokenizers
         raise ValueError(f"--tokenizer: {str(error).partition(';')[0]}; name a folder with a tokenizer") from None
 
 
 def main() -> int:
-    """`python -m memascend.training.prepare OUTPUT RESULT`: reads OUTPUT/config.yaml, reports errors in RESULT."""
+    """Run `python -m memascend.training.prepare OUTPUT RESULT`: read OUTPUT/config.yaml, report errors in RESULT."""
     from memascend.training.launch import saved_config
 
     die_with_parent()

@@ -1,4 +1,4 @@
-"""Processes of a training: their end with their parent, their rendezvous port, what they leave behind."""
+"""Processes of a run: ending with their parent, their rendezvous port, and cleaning up after them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 PARENT = "MEMASCEND_PARENT_PID"
-FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"  # how a rank says that it has ended
-# Calls of x86-64: read, write, close, pread64, pwrite64, readv, writev, fsync, fdatasync, ftruncate, fallocate.
+FINISHED, STOPPED, NOTHING_TO_DO = "finished", "stopped", "nothing to do"  # outcomes that a rank reports
+# System calls of x86-64: read, write, close, pread64, pwrite64, readv, writev, fsync, fdatasync, ftruncate, fallocate.
 _ON_DESCRIPTORS = frozenset((0, 1, 3, 17, 18, 19, 20, 74, 75, 77, 285))
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent is, at once if it is gone already, so that no process of a run is left behind."""
+    """Let the kernel kill this process when its parent dies; exit at once if the parent is already gone.
+
+    This ensures that no process of a run is left behind.
+    """
     ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
         os._exit(1)
 
 
 def exit_status(number: int) -> int:
-    """Of a run that the signal `number` stopped: 130 after Ctrl-C, as shells have it, else 143, as after SIGTERM (also
-    where a terminal was closed)."""
+    """Return the exit status of a run that signal `number` stopped.
+
+    It is 130 after Ctrl-C, by the convention of shells, and otherwise 143 as after SIGTERM, also if a terminal was
+    closed.
+    """
     return 128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 def waits_for(pid: int) -> str:
-    """What a process that does not end waits for, as far as the kernel tells: the function of the kernel that one of
-    its threads sleeps in without heeding signals, and the file or folder that it is about."""
+    """Return what a process that does not end is waiting for, as far as the kernel reports it.
+
+    This is the kernel function in which one of its threads is in uninterruptible sleep, and the file or folder that the
+    thread's system call operates on.
+    """
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with contextlib.suppress(OSError):
             found = re.search(r"^State:\s+(\S.*)$", (task / "status").read_text(), re.MULTILINE)
@@ -45,7 +54,7 @@ def waits_for(pid: int) -> str:
 
 
 def _file_of_call(task: Path) -> str:
-    """Of the system call that a thread is in, where its first argument is a descriptor; else nothing."""
+    """Return the file of a thread's current system call if its first argument is a descriptor, else ""."""
     with contextlib.suppress(OSError, ValueError):
         number, *arguments = (task / "syscall").read_text().split()
         if platform.machine() == "x86_64" and int(number) in _ON_DESCRIPTORS:
@@ -54,13 +63,16 @@ def _file_of_call(task: Path) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a TCP port of the local host that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def remove_shared_buffers(port: int) -> None:
-    """DeepSpeed's shared-memory all-reduce leaves 66 MiB per run in /dev/shm, named after the rendezvous port."""
+    """Remove the buffers of DeepSpeed's shared-memory all-reduce.
+
+    It leaves 66 MiB per run in /dev/shm, in files named after the rendezvous port.
+    """
     for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
         buffer.unlink(missing_ok=True)

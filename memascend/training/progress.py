@@ -1,4 +1,4 @@
-"""What a run says while it trains: one line per step for people, one JSON object per step for programs."""
+"""Progress of a run while it trains: one readable line per step, and one JSON object per step for programs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any, TextIO
 from memascend.training.config import TrainConfig
 
 GIB, MIB = 1 << 30, 1 << 20
-SHORT_CONTEXT = 512  # tokens per sequence, of which a CPU does a few in a time that one waits for
-LONG_S = 10.0  # a log says how long an evaluation takes, if it takes longer
-_HEADER_EVERY = 25  # lines, so that the columns' names stay on the screen
+SHORT_CONTEXT = 512  # tokens per sequence up to which the first step on a CPU does not take long
+LONG_S = 10.0  # seconds of an evaluation from which a log announces how long it takes
+_HEADER_EVERY = 25  # lines, so that the column names stay on the screen
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step; bytes and tokens summed over all ranks, memory as the sum of the ranks' peaks."""
+    """One optimizer step. Bytes and tokens are summed over all ranks; memory is the sum of the ranks' peaks."""
 
     step: int  # from 1
     loss: float  # mean of its batches
     learning_rate: float
-    grad_norm: float | None  # before clipping; None where the step was skipped for overflow
+    grad_norm: float | None  # before clipping; None if the step was skipped for overflow
     loss_scale: float | None
     skipped: bool
     tokens: int
@@ -35,7 +35,7 @@ class StepRecord:
     device_peak_bytes: int
     read_bytes: int
     written_bytes: int
-    remark: str | None = None  # of the backend's
+    remark: str | None = None  # from the backend
 
     @property
     def tokens_per_s(self) -> float:
@@ -87,7 +87,7 @@ def line(record: StepRecord, steps: int, seconds_left: float) -> str:
 
 
 def first_step_note(config: TrainConfig, context: int) -> str | None:
-    """On a CPU: what there is to wait for before the first line, and how to wait less; None where it is short."""
+    """Return a note for runs on a CPU: how long the first step is, and how to shorten it. None if it is short."""
     if context <= SHORT_CONTEXT:
         return None
     sequences = config.batch * config.accumulate * config.ranks
@@ -99,8 +99,11 @@ def first_step_note(config: TrainConfig, context: int) -> str | None:
 
 
 class Progress:
-    """Lines to `out` and records to `metrics`. On a terminal the newest step is always shown, overwriting itself;
-    elsewhere a line is a line, without control characters."""
+    """Writer of progress lines to `out` and of records to the file `metrics`.
+
+    On a terminal the newest step is always shown in a line that is overwritten. Otherwise the output consists of plain
+    lines without control characters.
+    """
 
     def __init__(
         self,
@@ -113,15 +116,18 @@ class Progress:
         eval_every: int = 0,
         eval_batches: float = 0.0,
     ) -> None:
-        """`eval_every`: steps between evaluations (0: one, at the end); `eval_batches`: batches of an evaluation, over
-        those of a step."""
+        """Open `metrics` for appending.
+
+        `eval_every`: steps between evaluations (0: only one, at the end). `eval_batches`: batches per evaluation
+        divided by batches per step.
+        """
         self._out, self._terminal, self._steps, self._every = out, terminal, steps, log_every
         self._metrics = metrics.open("a", encoding="utf-8")
         self._lines = 0
         self._recent: list[float] = []
         self._eval_every, self._eval_batches = eval_every, eval_batches
-        self._evaluation_s: float | None = None  # of the newest evaluation
-        self._told = False  # in a log: how long the evaluation that runs takes
+        self._evaluation_s: float | None = None  # duration of the newest evaluation
+        self._told = False  # whether the log already says how long the current evaluation takes
         self._passing = False
 
     def say(self, text: str) -> None:
@@ -142,15 +148,18 @@ class Progress:
             self._passing = True
 
     def _seconds_left(self, step: int) -> float:
-        """Of the steps and evaluations to come, at the pace of the newest; before the first evaluation its batch counts
-        a third of a step's, whose backward pass takes twice as long as its forward pass."""
+        """Return the seconds that the remaining steps and evaluations take at the recent pace.
+
+        Before the first evaluation, a batch of it counts as a third of a training batch, whose backward pass takes
+        twice as long as its forward pass.
+        """
         pace, every, last = sum(self._recent) / len(self._recent), self._eval_every, self._steps
         evaluations = 1 + ((last - 1) // every - (step - 1) // every if every else 0) if self._eval_batches else 0
         each = self._eval_batches * pace / 3 if self._evaluation_s is None else self._evaluation_s
         return (last - step) * pace + evaluations * each
 
     def evaluating(self, done: int, sequences: int, seconds: float) -> None:
-        """How far an evaluation is, where it takes longer than some seconds; in a log, once."""
+        """Show the progress of an evaluation: always on a terminal; in a log only once, if it takes long."""
         left = seconds / done * (sequences - done)
         if self._terminal:
             self.passing(f"evaluating: {done} of {sequences} sequences, {duration(left)} left")
@@ -159,7 +168,7 @@ class Progress:
             self.say(f"evaluating {sequences} sequences, about {duration(seconds + left)}")
 
     def passing(self, text: str) -> None:
-        """Something that takes a while; on a terminal alone, and gone with the next line."""
+        """Show a temporary message on a terminal, until the next line; does nothing elsewhere."""
         if self._terminal:
             self._emit(f"\r{text}\x1b[K")
             self._passing = True
@@ -179,14 +188,17 @@ class Progress:
             self._passing = False
 
     def _emit(self, text: str) -> None:
-        """To people; a terminal or pipe that has gone away is no reason to stop training."""
+        """Write to the user. A terminal or pipe that has gone away is no reason to stop training."""
         with contextlib.suppress(OSError, ValueError):
             self._out.write(text)
             self._out.flush()
 
     def saved(self, step: int, seconds: float, written_bytes: int, shared_bytes: int, stood_still_s: float) -> None:
-        """A checkpoint, in the metrics; `shared_bytes` were not written, since the swap files' blocks are its own.
-        `stood_still_s`: of its seconds, those for which training waited."""
+        """Record a checkpoint in the metrics.
+
+        `shared_bytes` were not written, because the checkpoint shares these blocks with the swap files.
+        `stood_still_s`: the part of `seconds` for which training waited.
+        """
         row = {"kind": "checkpoint", "step": step, "seconds": seconds, "stood_still_s": stood_still_s}
         self._write(row | {"written_bytes": written_bytes, "shared_bytes": shared_bytes})
 
@@ -201,8 +213,10 @@ class Progress:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole rows: not a last line that a kill cut short, nor one without finite seconds. ValueError for a file that
-    is no text.
+    """Return all complete rows of a metrics file, or none if it does not exist.
+
+    A last line that a kill truncated is skipped, and so are rows whose `seconds` are neither null nor a finite number.
+    Raises ValueError for a file that is not text.
     """
     rows = []
     try:
@@ -225,7 +239,7 @@ def _is_duration(seconds: Any) -> bool:
 
 
 def rewind_metrics(path: Path, step: int) -> int:
-    """Drop the rows after `step`, which will be trained again; returns how many steps that are."""
+    """Drop the rows after `step`, which will be trained again; return how many steps were dropped."""
     rows = read_metrics(path)
     kept = [row for row in rows if row["step"] <= step]
     temporary = path.with_name(f".{path.name}.partial")
@@ -237,8 +251,10 @@ def rewind_metrics(path: Path, step: int) -> int:
 def add_cut_off_step(
     path: Path, step: int, *, tokens: int, loss: float, learning_rate: float, loss_scale: float | None
 ) -> None:
-    """The row of a step whose update a kill cut off, and that was completed afterwards, unless it has one. What the
-    process that died has not said is None: seconds, bytes moved, peaks, the norm of the gradients."""
+    """Add the row of a step whose update a kill interrupted and that was completed afterwards, unless it has one.
+
+    Values that only the killed process knew are None: seconds, bytes transferred, peaks, and the gradient norm.
+    """
     if any(row["kind"] == "step" and row["step"] == step for row in read_metrics(path)):
         return
     unknown = ("grad_norm", "seconds", "host_peak_bytes", "device_peak_bytes", "read_bytes", "written_bytes")
@@ -249,6 +265,6 @@ def add_cut_off_step(
 
 
 def progress_output() -> TextIO:
-    """Where the parent wants our lines; its own standard output, since libraries print to ours."""
+    """Return the stream for progress lines: the parent's standard output, since libraries print to our own."""
     number = os.environ.pop("MEMASCEND_PROGRESS_FD", None)
     return os.fdopen(int(number), "w", encoding="utf-8") if number else sys.stdout

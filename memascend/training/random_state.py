@@ -1,4 +1,4 @@
-"""The state of a process's random generators, for its checkpoint: tensors into the tensor file, the rest into JSON."""
+"""Saving and restoring a process's random generators: tensors go into the tensor file, the rest into JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memascend.storage.tensor_file import TensorFileReader
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """torch's generators of the CPU and of the current GPU."""
+    """Return the states of torch's CPU generator and of the current GPU's generator, as uint8 tensors by name."""
     states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["random.cuda"] = torch.cuda.get_rng_state()
@@ -21,7 +21,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def facts() -> dict[str, Any]:
-    """Python's and numpy's."""
+    """Return the states of Python's and numpy's generators, as JSON types."""
     version, words, gauss = random.getstate()
     return {
         "python_random": [version, list(words), gauss],
@@ -30,13 +30,13 @@ def facts() -> dict[str, Any]:
 
 
 def as_json() -> dict[str, Any]:
-    """What `tensors` and `facts` say, for a file that holds no tensors."""
+    """Return the combined content of `tensors` and `facts` as JSON types, for a file that cannot store tensors."""
     raw = {name: base64.b64encode(bytes(value.numpy())).decode() for name, value in tensors().items()}
     return {"tensors": raw, **facts()}
 
 
 def restore_json(saved: dict[str, Any]) -> None:
-    """All of them, from what `as_json` said."""
+    """Restore all generators from the result of `as_json`."""
     for name in tensors():
         value = torch.frombuffer(bytearray(base64.b64decode(saved["tensors"][name])), dtype=torch.uint8)
         (torch.set_rng_state if name == "random.cpu" else torch.cuda.set_rng_state)(value)
@@ -44,7 +44,7 @@ def restore_json(saved: dict[str, Any]) -> None:
 
 
 def restore(reader: TensorFileReader, saved: dict[str, Any]) -> None:
-    """All of them, from what `tensors` and `facts` said."""
+    """Restore all generators from the tensors in `reader` (`tensors`) and the JSON in `saved` (`facts`)."""
     for name, value in tensors().items():
         reader.read_into(name, value)
         (torch.set_rng_state if name == "random.cpu" else torch.cuda.set_rng_state)(value)

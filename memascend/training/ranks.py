@@ -1,4 +1,4 @@
-"""What the ranks of a run say to one another; with one rank nothing is sent."""
+"""Communication between the ranks of a run; with one rank nothing is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def sums(ranks: int, values: list[float], backend: Any) -> list[float]:
-    """Of each value over all ranks, on the backend's device."""
+    """Return the sum of each value over all ranks, computed on the backend's device in fp64."""
     if ranks == 1:
         return [float(value) for value in values]
     found = torch.tensor(values, dtype=torch.float64, device=backend.device)
@@ -17,7 +17,7 @@ def sums(ranks: int, values: list[float], backend: Any) -> list[float]:
 
 
 def gather(ranks: int, value: Any) -> list[Any]:
-    """Every rank's, in their order."""
+    """Return the values of all ranks, in rank order."""
     if ranks == 1:
         return [value]
     values: list[Any] = [None] * ranks

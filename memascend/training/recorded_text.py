@@ -1,4 +1,4 @@
-"""Sizes and checksums of the run's token files, written down once: with other text a run does not go on."""
+"""Sizes and checksums of a run's token files, recorded once, so that a run is never resumed with a different text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ Fingerprints = dict[str, dict[str, int]]
 
 
 def fingerprints(data: Path) -> Fingerprints:
-    """Size in bytes and crc32 of each token file in the folder `data`."""
+    """Return the size in bytes and crc32 of each token file in the folder `data`."""
     files = [data / name for name in TOKEN_FILES]
     return {path.name: {"size": path.stat().st_size, "crc32": file_checksum(path)} for path in files}
 
 
 def recorded(folder: RunFolder) -> Fingerprints | None:
-    """What the run began with; None where nothing was recorded. ValueError where the record cannot be read."""
+    """Return the fingerprints that the run began with, or None if none were recorded.
+
+    Raises ValueError if the record is damaged.
+    """
     try:
         found = json.loads(folder.text.read_text()) if folder.text.is_file() else None
         if found is not None and not _is_whole(found):
@@ -43,13 +46,13 @@ def _is_whole(found: Any) -> bool:
 
 
 def record(folder: RunFolder) -> None:
-    """Write down what the token files are, unless that is done."""
+    """Record the fingerprints of the token files, unless that was done before."""
     if not folder.text.exists():
         write_atomically(folder.text, json.dumps(fingerprints(folder.data), indent=1))
 
 
 def require_recorded(folder: RunFolder, data: Path) -> None:
-    """The token files in `data`, prepared again, are those that the run began with; ValueError where they are not."""
+    """Raise ValueError if the newly prepared token files in `data` differ from those that the run began with."""
     before = recorded(folder)
     if before is None or (found := fingerprints(data)) == before:
         return

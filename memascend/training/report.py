@@ -1,4 +1,4 @@
-"""The report at the end of a run: what was trained, how fast, and where every GiB of host memory went."""
+"""The report at the end of a run: what was trained, how fast, and what used every GiB of host memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _SUMMED = ("requested_bytes", "reserved_bytes", "locked_bytes", "pageable_bytes"
 
 
 class ProcessMemory:
-    """Memory of this rank's process that no ledger has: the interpreter, libraries, tensors of PyTorch's allocator.
+    """Memory of this rank's process that no ledger records: interpreter, libraries, tensors of PyTorch's allocator.
 
-    Make one before the model. `on_cpu`: no GPU holds weights, activations and gradients; their bytes are counted by
-    :mod:`memascend.memory.tracking`, which takes the place of PyTorch's CPU allocator from then on.
+    Create it before the model. `on_cpu`: whether weights, activations and gradients are in host memory instead of on a
+    GPU. Their bytes are then counted by :mod:`memascend.memory.tracking`, which replaces PyTorch's CPU allocator from
+    the construction on.
     """
 
     def __init__(self, *, on_cpu: bool) -> None:
@@ -35,7 +36,7 @@ class ProcessMemory:
             tracking.install(events=False)
 
     def training_begins(self, ledger: Any) -> None:
-        """Read what came with the model, when no step has run. `ledger`: of the buffers, which are there already."""
+        """Measure the memory that came with the model, before the first step. `ledger`: the buffers made so far."""
         now = read_status()
         self._startup_peak = now["VmHWM"]
         known = sum(entry.reserved_bytes for entry in ledger.live("host") if "pageable" not in entry.allocator)
@@ -46,7 +47,10 @@ class ProcessMemory:
         return max(0, now["RssFile"] - self._idle["RssFile"])
 
     def measured(self) -> list[int]:
-        """What `memory_facts` takes, of this rank, in bytes. On a GPU, what CUDA maps is not told from the rest."""
+        """Return this rank's measurements in bytes, in the order that `memory_facts` expects.
+
+        With a GPU, memory that CUDA maps cannot be distinguished from the rest, so the last three values are 0.
+        """
         now, idle = read_status(), self._idle["VmRSS"]
         if not self._on_cpu:
             return [now["VmHWM"], self._startup_peak, torch.cuda.max_memory_allocated(), idle, 0, 0, 0]
@@ -55,7 +59,7 @@ class ProcessMemory:
 
 
 def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
-    """Bytes by owner at the ledger's peak instant, largest first."""
+    """Return the bytes by owner at the instant of the ledger's peak, largest first."""
     rows: dict[str, dict[str, Any]] = {}
     for entry in ledger.peak("host", "reserved_bytes").entries:
         row = rows.setdefault(
@@ -71,7 +75,10 @@ def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
 
 
 def memory_nodes(ledger: Any, placement: str) -> dict[str, Any]:
-    """Where this rank's buffers lie, by asking the kernel; `wrong`: entries whose nodes are not those of the ledger."""
+    """Return on which memory nodes this rank's buffers are, as reported by the kernel.
+
+    `wrong` names the entries whose nodes differ from those in the ledger.
+    """
     from memascend.memory.placement import bytes_by_class, verify_nodes
 
     checks = verify_nodes(ledger.live("host"))
@@ -83,7 +90,7 @@ def memory_nodes(ledger: Any, placement: str) -> dict[str, Any]:
 
 
 def merged(rows_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of several ranks, summed by owner."""
+    """Return the rows of several ranks, summed by owner, largest first."""
     out: dict[str, dict[str, Any]] = {}
     for row in (row for rows in rows_of_ranks for row in rows):
         sums = out.setdefault(row["owner"], {"owner": row["owner"]} | {key: 0 for key in row if key != "owner"})
@@ -94,8 +101,11 @@ def merged(rows_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rows of metrics.jsonl: the first step warms up and is left out of the medians; one that a kill cut off has
-    neither seconds nor bytes."""
+    """Summarise all rows of metrics.jsonl.
+
+    The medians leave out the first step, which warms up, and all sums and medians of time and I/O leave out steps that
+    a kill interrupted, which have neither seconds nor bytes.
+    """
     steps = [row for row in rows if row["kind"] == "step"]
     measured = [row for row in steps if row["seconds"] is not None]
     steady = measured[1:] or measured
@@ -118,7 +128,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The report as Markdown that also reads well in a terminal."""
+    """Return the report as Markdown that also reads well in a terminal."""
     s, memory = report["summary"], report["memory"]
     lines = [
         f"# {report['config']['model']}, {report['config']['system']}",
@@ -165,7 +175,7 @@ def _losses(s: dict[str, Any]) -> list[str]:
 
 
 def _medians(s: dict[str, Any]) -> list[str]:
-    if s["median_step_s"] is None:  # a single step, which a kill cut off
+    if s["median_step_s"] is None:  # the only step was interrupted by a kill
         return []
     return [
         f"- {s['median_step_s']:.2f} s per step, {s['median_tokens_per_s']:,.0f} tokens/s (medians)",
@@ -201,10 +211,14 @@ def _row(name: str, buffers: Any, size: int, total: int) -> str:
 
 
 def memory_facts(rows: list[dict[str, Any]], measured: list[int]) -> dict[str, Any]:
-    """What makes up the peak of resident memory: `rows` of the ledger, `measured` by ProcessMemory over all ranks."""
+    """Return the parts of the peak of resident memory, in bytes.
+
+    `rows`: the ledger's rows of all ranks. `measured`: the results of `ProcessMemory.measured`, summed over all ranks.
+    """
     host_peak, startup_peak, device_peak, idle, later, objects, tensors = measured
     ledger = sum(row["reserved_bytes"] for row in rows)
-    tensors = max(0, tensors - sum(row["pageable_bytes"] for row in rows))  # those are tensors of PyTorch's too
+    # Pageable buffers of the ledger are PyTorch tensors as well: count them only once.
+    tensors = max(0, tensors - sum(row["pageable_bytes"] for row in rows))
     on_cpu = device_peak == 0
     rest = host_peak - ledger - idle - later - objects - tensors
     if on_cpu:
@@ -232,7 +246,7 @@ def memory_facts(rows: list[dict[str, Any]], measured: list[int]) -> dict[str, A
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The report of an earlier process of the run; None where there is none, or none that can be read."""
+    """Return the report of an earlier process of the run, or None if it does not exist or cannot be read."""
     import json
 
     try:
@@ -243,7 +257,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """`path`.md and `path`.json."""
+    """Write the report to `path`.md and `path`.json."""
     import json
 
     from memascend.storage.atomic_write import write_atomically

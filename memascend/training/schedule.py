@@ -1,4 +1,4 @@
-"""Learning rate and order of data as functions of the step alone: what a resumed run needs is then the step."""
+"""Learning rate and data order as functions of the step alone, so that a resumed run only needs the step number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ WARMUP_SHARE = 0.03
 
 
 def learning_rate(step: int, *, peak: float, steps: int, warmup: int | None, schedule: str) -> float:
-    """Rate of step number `step` (from 0): a straight rise over `warmup` steps, then down to zero at `steps`."""
+    """Return the learning rate of step number `step`, counted from 0.
+
+    It rises linearly to `peak` over `warmup` steps (None: 3 % of all), then stays there (`constant`) or falls to zero
+    at `steps` (`linear`, `cosine`).
+    """
     rise = min(steps, max(1, round(WARMUP_SHARE * steps)) if warmup is None else warmup)
     if step < rise:
         return peak * (step + 1) / rise
@@ -29,7 +33,7 @@ def _permutation(sequences: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sequence_numbers(first: int, count: int, *, sequences: int, seed: int) -> list[int]:
-    """Which sequences stand at places first ... first + count - 1 of an endless order, shuffled anew in each epoch."""
+    """Return the sequences at positions first ... first + count - 1 of an endless order, reshuffled in each epoch."""
     return [
         int(_permutation(sequences, seed, place // sequences)[place % sequences])
         for place in range(first, first + count)

@@ -1,4 +1,4 @@
-"""Signals of a rank: when to stop."""
+"""Signal handling of a rank: when to stop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 from memascend.storage import leaving
 from memascend.training.processes import exit_status
 
-_PATIENCE_S = 5.0  # without a byte from a drive, for a step that is to be finished
+_PATIENCE_S = 5.0  # without progress of any transfer, after which a drive counts as hanging
 
 
 class Stop:
-    """SIGTERM and SIGINT: the first asks for a checkpoint after this step, the second leaves at once. From the first on
-    a drive that hangs ends the run, with the error of its transfers: the step would never end."""
+    """Handler of SIGTERM and SIGINT: the first asks for a checkpoint after the current step, the second exits at once.
+
+    From the first signal on, a drive that hangs ends the run with the error of its transfers, since the step would
+    never finish.
+    """
 
     def __init__(self) -> None:
         self.asked = False
-        self.status = exit_status(signal.SIGTERM)  # also of a rank that stops since another was asked to
+        self.status = exit_status(signal.SIGTERM)  # also if this rank stops because another was asked to
         self.training = False
 
     def install(self) -> None:

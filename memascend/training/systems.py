@@ -1,6 +1,6 @@
-"""The system that a run uses: refused in one line where it cannot do what is asked, else asked for its backend.
+"""The offloading system of a run: its backend setup, its defaults, and the refusal of options it does not support.
 
-Systems are found by entry point (`memascend.systems`). No torch here.
+Systems are found by entry point (`memascend.systems`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from memascend.training.config import TrainConfig
 
 
 def setup(config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
-    """Of a checked `config`; `swap`: the folder for swap files, if the setup has any."""
+    """Return the backend setup for a checked `config`. `swap`: the folder for swap files, if the setup uses one."""
     setup: Setup = systems.load(config.system, config.arm).trainer(config, prepared, run_id, swap)
     return setup
 
 
 def with_defaults(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a user set, and beside them those that the system's arm takes by default.
+    """Return the keys that a user set, completed by the defaults of the system's arm.
 
-    Raises ValueError for a system or an arm that is not there.
+    Raises ValueError for an unknown system or arm.
     """
     return {**systems.own_defaults(wanted.get("system", TrainConfig.system), wanted.get("arm")), **wanted}
 
 
 def check(config: Any) -> None:
-    """Refuse, in one line, a system that is not there and keys that exclude one another."""
+    """Raise a one-line ValueError for an unknown system, and for keys that exclude one another."""
     system = systems.load(config.system, config.arm)
     if not systems.arrangement(config.system, config.arm).runs:
         what = config.system if config.arm is None else f"{config.system} ({config.arm})"

@@ -1,8 +1,8 @@
-"""`memascend verify`: the same few steps on the system asked for and in memory, and what differs afterwards, by name.
+"""`memascend verify`: train the same few steps on a given system and on a reference, and list the differences by name.
 
-Both runs start from the same weights and see the same batches, seed for seed. Each is a run of its own, one after the
-other, so that the machine holds one at a time; losses and gradient norms are compared step by step, weights and
-optimizer states after the last step, one tensor at a time.
+Both runs start from the same weights and see the same batches, with the same seed. They run one after the other, so
+that the machine needs memory for only one at a time. Losses and gradient norms are compared step by step; weights and
+optimizer states are compared after the last step, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ REFERENCES = (IN_MEMORY, "zero_offload")
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What two runs should have in common. `bound`: of differences of weights; 0 where all bits should be equal."""
+    """How closely two runs should agree: `bound` limits the difference of any weight, 0 means bit-identical."""
 
     bound: float
     why: str
 
 
 def verify(config: TrainConfig, reference: str | None, output: Path | None) -> dict[str, Any]:
-    """Run both and compare; what `as_text` and `--json` show. `output` keeps both runs' folders, else they go.
+    """Run both, compare them, and return the result that `as_text` and `--json` show.
 
-    Raises ValueError in one line where a run cannot be made.
+    `output` is the folder that keeps both runs' folders; with None they are removed afterwards. Raises a one-line
+    ValueError if a run cannot be made.
     """
     config = dataclasses.replace(config, steps=config.steps or STEPS, eval_sequences=0)
-    config = dataclasses.replace(config, save_every=0, keep=1, checkpoints="full")  # which are compared
+    config = dataclasses.replace(config, save_every=0, keep=1, checkpoints="full")  # the final checkpoints are compared
     systems.check(config)
     theirs = reference_of(config, reference)
     parent = output or Path(tempfile.mkdtemp(prefix=f"{config.output_folder.name}-verify-", dir=_place(config)))
@@ -63,12 +64,16 @@ def verify(config: TrainConfig, reference: str | None, output: Path | None) -> d
 
 
 def _place(config: TrainConfig) -> Path:
-    """Where a run of this configuration would put its folder, or the nearest parent that is there."""
+    """Return the nearest existing parent of the folder that a run of this configuration would write to."""
     return next(folder for folder in config.output_folder.parents if folder.is_dir())
 
 
 def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
-    """The run that `config` is compared with; ValueError for one that there is not."""
+    """Return the configuration of the run that `config` is compared with.
+
+    Without a named `reference` it is the in-memory system, or ZeRO-Offload if there are several ranks or `config` is
+    itself in memory. Raises ValueError for an unknown reference or one that does not support these options.
+    """
     alone = config.ranks == 1 and config.system != IN_MEMORY
     name = reference or (IN_MEMORY if alone else "zero_offload")
     if name not in REFERENCES:
@@ -79,7 +84,7 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
     arm = arms[_update(config)] if name == IN_MEMORY else None
     theirs = dataclasses.replace(config, system=name, arm=arm, nvme=None, devices=[], host_memory=None)
     if name == IN_MEMORY:
-        on_the_ssd = ("state_versions", "accumulation", "checkpoints")  # they change no bit
+        on_the_ssd = ("state_versions", "accumulation", "checkpoints")  # these do not affect the results
         theirs = dataclasses.replace(theirs, **{key: getattr(TrainConfig, key) for key in on_the_ssd})
     try:
         systems.check(theirs)
@@ -89,7 +94,7 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
 
 
 def _update(config: TrainConfig) -> str:
-    """Whose AdamW it is, a name of `memascend.training.backends.updates`."""
+    """Return which AdamW implementation the run uses, by its name in `memascend.training.backends.updates`."""
     if config.system == IN_MEMORY:
         return UPDATES[config.arm or next(iter(UPDATES))]
     parts = arrangement(config.system, config.arm).parts
@@ -98,14 +103,14 @@ def _update(config: TrainConfig) -> str:
 
 
 def expectation(config: TrainConfig, theirs: TrainConfig) -> Expectation:
-    """Equal bits where every sum is taken in the same order; a bound where the two AdamWs round differently."""
+    """Return the expected agreement: equal bits if both runs use the same AdamW, else a bound on the differences."""
     ours, other = _update(config), _update(theirs)
     if ours == other:
         return Expectation(
             bound=0.0, why=f"all bits: the same order of sums, groups of the same size, and the AdamW of {ours} in both"
         )
     rates = [_rate(config, step) for step in range(config.steps or STEPS)]
-    # Kingma and Ba, Adam (2015), 2.1: a step is at most the rate times this, however the gradients are.
+    # Kingma and Ba, Adam (2015), 2.1: for any gradients, a step is at most the learning rate times this factor.
     most = max(1.0, (1 - config.beta1) / math.sqrt(1 - config.beta2))
     return Expectation(
         bound=2 * most * sum(rates),
@@ -120,8 +125,11 @@ def _rate(config: TrainConfig, step: int) -> float:
 
 
 def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
-    """The reference's setup with the groups that the tested one updates at once, and a streamed one's slices of the
-    vocabulary: they decide the order of sums."""
+    """Return the reference's setup with the settings of the tested run that determine the order of sums.
+
+    These are the sizes of the groups that are updated together and, if the tested system streams, the slices of the
+    vocabulary.
+    """
     setup, other = systems.setup(config, *run), systems.setup(tested, *run)
     if other.backend == STREAMING and setup.backend == IN_MEMORY:
         return dataclasses.replace(setup, settings=setup.settings | {"vocabulary_slices": True})
@@ -135,7 +143,7 @@ def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
 
 
 def _run(config: TrainConfig, output: Path, name: str, setup_of: Any, *, temporary: bool) -> None:
-    """Progress goes to standard error: standard output is for the result."""
+    """Train one of the two runs. Its progress goes to standard error, since standard output is for the result."""
     print(f"-- {name}: {config.system}{f' ({config.arm})' if config.arm else ''}", file=sys.stderr, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         config = dataclasses.replace(config, output=str(output))
@@ -146,7 +154,7 @@ def _run(config: TrainConfig, output: Path, name: str, setup_of: Any, *, tempora
 
 
 def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Path) -> dict[str, Any]:
-    """Compare two finished runs."""
+    """Compare two finished runs: their metrics step by step, and the tensors of their newest checkpoints."""
     from memascend.training.compare import Saved, differences
 
     expected = expectation(config, theirs)
@@ -192,7 +200,7 @@ def _steps(tested: Path, reference: Path) -> Iterator[dict[str, Any]]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """For people; the verdict is the last line."""
+    """Return the comparison as readable text, with the verdict in the last line."""
 
     def label(name: str, arm: str | None) -> str:
         return f"{name} ({arm})" if arm else name

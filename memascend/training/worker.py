@@ -1,4 +1,4 @@
-"""One rank of a run, started by :mod:`.launch`, or as the command itself by torchrun and the deepspeed launcher."""
+"""One rank of a run, started by :mod:`.launch`, or as the command itself by torchrun or the deepspeed launcher."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ from memascend.training.ranks import gather, sums
 from memascend.training.schedule import learning_rate, sequence_numbers
 from memascend.training.stop import Stop
 
-STEP_IN_TRACE = "{step}"  # in the name of --trace: its number
+STEP_IN_TRACE = "{step}"  # placeholder for the step number in the file name of --trace
 
 
 class Worker:
-    """A rank's part of the run described by `job` (see launch._job). `out`: where rank 0 prints its lines."""
+    """A rank's part of the run described by `job` (see launch._job). `out`: stream for the lines of rank 0."""
 
-    saving: BackgroundCheckpoint | None = None  # while training goes on
+    saving: BackgroundCheckpoint | None = None  # the checkpoint that is being written while training continues
     saves_meanwhile = False
-    products = "native"  # how matrix products are computed, once the model is there
+    products = "native"  # how matrix products are computed; set once the model exists
 
     def __init__(self, job: dict[str, Any], out: TextIO) -> None:
         self.job, self.rank, self.ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -69,15 +69,16 @@ class Worker:
         self.steps = int(self.config.steps or 0)
         self.stop = Stop()
         self.out = out
-        self.step = self.first = 0  # the newest step, and the one that this process began after
+        self.step = self.first = 0  # the newest step, and the step after which this process began
         self.saved = self.evaluated = 0  # the step of the newest checkpoint, and of the newest evaluation
-        self.cut_off: dict[str, Any] | None = None  # of the step that the run goes on after: what its row is to say
+        # Contents of the metrics row of the step that the run resumes after, if a kill may have prevented the row.
+        self.cut_off: dict[str, Any] | None = None
         self.recorder: Recorder | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Train to the end or to a stop; returns FINISHED, STOPPED or NOTHING_TO_DO."""
+        """Train to the end or until stopped; return FINISHED, STOPPED or NOTHING_TO_DO."""
         self.stop.install()
         if self.placement == PROCESS_INTERLEAVE:
             interleave_process()
@@ -96,13 +97,13 @@ class Worker:
         if self.config.trace:
             self.recorder = Recorder(self.rank)
             self.backend.trace(self.recorder)
-            second = min(self.step + 2, self.steps)  # the first still makes buffers
+            second = min(self.step + 2, self.steps)  # the first step still allocates buffers
             last = self.steps if STEP_IN_TRACE in self.config.trace else second
             self.traced_steps = range(second, last + 1)
             if self.step == self.steps and self.rank == 0:
                 print("note: --trace: no step is left to train, so none is traced", file=self.out, flush=True)
         self.progress = Progress(
-            self.out if self.rank == 0 else io.StringIO(),  # one line per step: what the others would say is dropped
+            self.out if self.rank == 0 else io.StringIO(),  # one line per step: output of other ranks is dropped
             self.folder.metrics if self.rank == 0 else Path(os.devnull),
             terminal=self.job["terminal"],
             steps=self.steps,
@@ -129,7 +130,7 @@ class Worker:
         return outcome
 
     def _hold_swap_folder(self) -> Lock | None:
-        """Share the swap folder's lock: as long as any rank lives, no other run collects its files."""
+        """Take a shared lock of the swap folder, so that no other run removes its files while any rank is alive."""
         swap = self.job.get("swap")
         return Lock(Path(swap), alone=False) if swap else None
 
@@ -138,7 +139,7 @@ class Worker:
         return HostBudget.of_machine(limit, self.ranks) if limit else None
 
     def _begin(self) -> None:
-        """Start anew, or go on from whichever is later: the newest checkpoint, or what the backend kept by itself."""
+        """Start from scratch, or resume from the newest checkpoint or the backend's kept states, whichever is later."""
         source = self._restore_point()
         kept = self._kept_step(source)
         if kept is not None and kept >= (source.step if source else 1):
@@ -162,16 +163,16 @@ class Worker:
                 print(f"note: {lacks}: the report leaves them out", file=self.out, flush=True)
 
     def _saved(self) -> list[checkpoint.Checkpoint]:
-        """The checkpoints that hold what --checkpoints asks for, or more."""
+        """Return the checkpoints that contain at least what --checkpoints asks for."""
         found = checkpoint.listed(self.folder.checkpoints)[0]
         return [each for each in found if each.is_full or self.config.checkpoints != "full"]
 
     def _require_states(self, source: checkpoint.Checkpoint | None, kept: int | None) -> None:
-        """ValueError where a run that has no checkpoint to go on from has lost its states."""
+        """Raise ValueError if a run without a checkpoint to resume from has lost its states."""
         if self.config.checkpoints == "full" or source is not None:
             return
         made = self._steps_made()
-        if made > 1 + (kept or 0):  # the last one may have been cut off before it was kept
+        if made > 1 + (kept or 0):  # the last step may have been interrupted before its states were kept
             raise ValueError(
                 f"this run has finished {made} steps, but {self.job['settings']['folder']} does not hold the states "
                 "after a step (they were removed, or a kill interrupted an update), and there is no full checkpoint: "
@@ -198,13 +199,13 @@ class Worker:
             print(f"resume  from step {self.step}, whose states are on the SSD", file=self.out, flush=True)
 
     def _start(self, source: checkpoint.Checkpoint | None) -> Path | dict[str, Any]:
-        """Weights in a folder, or the configuration of a model to initialise."""
+        """Return the folder of the weights to load, or the configuration of a model to initialise."""
         prepared = self.job["prepared"]
         start = Path(prepared["model_folder"]) if prepared["model_folder"] else prepared["model_config"]
         return source.model if source else start
 
     def _restore_point(self) -> checkpoint.Checkpoint | None:
-        """The checkpoint to go on from, its state files checked."""
+        """Return the checkpoint to resume from, with the checksums of its files verified; None if there is none."""
         if self.job["checkpoint"] is None:
             return None
         found = {str(c.path): c for c in checkpoint.listed(self.folder.checkpoints)[0]}[self.job["checkpoint"]]
@@ -244,18 +245,18 @@ class Worker:
             self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
             if self.step > self.steps:
                 return NOTHING_TO_DO
-        if self.step and self._after_step(False):  # of a step that was kept, what a kill or a stop cut off
+        if self.step and self._after_step(False):  # evaluation and checkpoint that a kill or a stop interrupted
             return STOPPED
         while self.step < self.steps:
             stop = self._one_step()
-            self._keep()  # before what may take long
+            self._keep()  # before evaluation and checkpoint, which may take long
             if self._after_step(stop):
                 return STOPPED
         assert self.saved == self.step
         return FINISHED
 
     def _after_step(self, stop: bool) -> bool:
-        """Evaluation and checkpoint where they are due and not there yet. Returns whether the run stops here."""
+        """Evaluate and save a checkpoint if they are due and not done yet. Return whether the run stops here."""
         config, last = self.config, self.step == self.steps
         if self.saving is not None and self.saving.done():
             self._end_saving()
@@ -266,18 +267,18 @@ class Worker:
         return stop and not (last and self._has_evaluated())
 
     def _has_evaluated(self) -> bool:
-        """Whether nothing is left to evaluate after this step."""
+        """Return whether nothing is left to evaluate after this step."""
         return self.evaluated == self.step or not self._eval_batches()
 
     def _eval_batches(self) -> int:
-        """Of each rank, in one evaluation."""
+        """Return the number of batches per rank in one evaluation."""
         return min(len(self.eval_data), self.config.eval_sequences) // (self.ranks * self.config.batch)
 
     def _is_due(self, every: int, last: bool) -> bool:
         return last or bool(every and self.step % every == 0)
 
     def _one_step(self) -> bool:
-        """One optimizer step; returns whether any rank was asked to stop."""
+        """Make one optimizer step; return whether any rank was asked to stop."""
         config, begin = self.config, time.monotonic()
         rate = learning_rate(
             self.step, peak=config.peak_learning_rate, steps=self.steps, warmup=config.warmup, schedule=config.schedule
@@ -323,7 +324,7 @@ class Worker:
         return stop > 0
 
     def _write_trace(self, record: StepRecord) -> None:
-        """The events of all ranks in this step, in one file."""
+        """Write the events of all ranks in this step to one file."""
         config, path = self.config, Path(str(self.config.trace).replace(STEP_IN_TRACE, str(record.step)))
         events = [event for rank in gather(self.ranks, self.recorder.take()) for event in rank]
         if self.rank:
@@ -338,7 +339,7 @@ class Worker:
         self.progress.say(f"{record.step:>6}  trace of this step: {path}")
 
     def _tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Return the tokens of one step, summed over all ranks."""
         config = self.config
         return config.batch * config.accumulate * self.ranks * self.job["prepared"]["context"]
 
@@ -349,11 +350,11 @@ class Worker:
         return torch.from_numpy(self.train_data.rows(numbers)).to(self.backend.device)
 
     def _sums(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, which are also where ranks agree."""
+        """Return the sums over all ranks. This also synchronises decisions such as stopping."""
         return sums(self.ranks, values, self.backend)
 
     def _evaluate(self) -> bool:
-        """Mean loss over the evaluation sequences; returns whether any rank was asked to stop meanwhile."""
+        """Compute the mean loss over the evaluation sequences; return whether any rank was asked to stop meanwhile."""
         config, begin, batches, total = self.config, time.monotonic(), self._eval_batches(), 0.0
         each = self.ranks * config.batch
         for number in range(batches):
@@ -374,8 +375,10 @@ class Worker:
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self, *, meanwhile: bool = False) -> None:
-        """A checkpoint of this step, `meanwhile` training goes on or before it does. ValueError where the disk is full:
-        what it takes, and how to go on."""
+        """Save a checkpoint of this step: in the background if `meanwhile`, else before training continues.
+
+        Raises a ValueError that says how much space it needs and how to continue if the disk is full.
+        """
         self._end_saving()
         with self._said_where_there_is_no_room(self.step):
             if meanwhile and self.config.checkpoints != "none":
@@ -385,7 +388,7 @@ class Worker:
             self.saved = self.step
 
     def _end_saving(self) -> None:
-        """The checkpoint that was begun is there when this returns. Raises as `_save`."""
+        """Wait for the checkpoint that is being written in the background, if any. Raises as `_save` does."""
         if (saving := self.saving) is None:
             return
         self.saving = None
@@ -442,7 +445,8 @@ class Worker:
             result["memory_nodes"] = report.memory_nodes(self.backend.ledger, self.placement)
         if (divided := divided_work(int(near), int(elsewhere), Topology.read())) is not None:
             result["adamw_by_node"] = divided
-        before = report.read(self.folder.report) if self.step == self.first else None  # nothing but an evaluation
+        # A process that only evaluated keeps the measurements of the earlier report.
+        before = report.read(self.folder.report) if self.step == self.first else None
         if before is not None and before["summary"].get("steps") == self.step:
             result = before | {name: result[name] for name in ("outcome", "summary", "config")}
         report.write(self.folder.report, result)

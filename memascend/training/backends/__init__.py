@@ -1,8 +1,8 @@
-"""Backends of a training: what keeps a model and its optimizer somewhere, and makes a step with them.
+"""Training backends: each stores a model and its optimizer states somewhere and makes optimizer steps with them.
 
-`protocol` says what the ranks of a run ask for. A backend is found by name, so that the training imports none: the one
-on DeepSpeed lies in `memascend.integrations`, the only room that may import it. No torch here: the parent of a run
-imports this.
+`protocol` defines the interface that the ranks of a run use. A backend is loaded by name, so that the training code
+imports none of them: the DeepSpeed backend is in `memascend.integrations`, the only package that may import DeepSpeed.
+This module does not import torch, because the parent process of a run imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 IN_MEMORY = "in_memory"
 DEEPSPEED = "deepspeed"
 STREAMING = "streaming"
-# Arms of the system in_memory, and whose AdamW each is (memascend.training.backends.updates).
+# Arms of the system in_memory, and the AdamW implementation of each (memascend.training.backends.updates).
 UPDATES = {"torch_adamw": "torch", "deepspeed_adamw": "deepspeed", "memascend_adamw": "memascend"}
 _CLASSES = {
     DEEPSPEED: "memascend.integrations.deepspeed.backend:DeepSpeedBackend",
@@ -28,7 +28,7 @@ _CLASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the ranks of a run are told of their backend. `settings` goes to it alone, as JSON."""
+    """The choice of a backend for the ranks of a run. `settings` is passed only to the backend, as JSON."""
 
     backend: str
     settings: dict[str, Any]
@@ -36,7 +36,7 @@ class Setup:
 
 
 def load(name: str) -> type[Backend]:
-    """The class of the backend called `name`; ValueError for one that is not there."""
+    """Return the class of the backend called `name`. Raises ValueError for an unknown name."""
     if name not in _CLASSES:
         raise ValueError(f"there is no backend {name!r}; known: {', '.join(_CLASSES)}")
     module, _, cls = _CLASSES[name].partition(":")

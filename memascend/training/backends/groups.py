@@ -1,4 +1,4 @@
-"""Parameters and their states in flat tensors."""
+"""Groups of parameters whose states are stored in flat tensors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 @dataclass
 class Group:
-    """Parameters whose states follow one another in flat tensors; updated with one call."""
+    """Parameters whose states are consecutive in flat tensors; they are updated with one call."""
 
     parameters: list[tuple[str, torch.nn.Parameter]]
-    first_element: int  # of the group among all
+    first_element: int  # offset of the group's first element among all groups
     master: torch.Tensor
     gradient: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    scales: torch.Tensor | None = None  # of 8-bit moments, which are codes: the group is one parameter
-    slices: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)  # of `gradient`
+    scales: torch.Tensor | None = None  # scales of 8-bit moments, which are codes; the group is then one parameter
+    slices: dict[torch.nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each parameter's view of `gradient`

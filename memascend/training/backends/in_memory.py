@@ -1,8 +1,9 @@
-"""Plain PyTorch with nothing offloaded: 16- or 32-bit weights, fp32 masters, AdamW. The reference of all others.
+"""Plain PyTorch with nothing offloaded, the reference of all other systems: 16- or 32-bit weights, fp32 masters, AdamW.
 
-Gradients are added up in fp32 (or bf16) as they arrive, normed, clipped and applied in the order of ZeRO-3 with an
-optimizer in CPU memory, group by group, so that every system that keeps that order has the same bits. A parameter that
-got no gradient in a step gets a gradient of zero, as in ZeRO's flat groups; torch.optim would leave it out.
+Gradients are accumulated in fp32 (or bf16) as they arrive. Norms, clipping and updates proceed group by group in the
+order of ZeRO-3 with an optimizer in CPU memory, so that every system with that order produces the same bits. A
+parameter that got no gradient in a step is updated with a gradient of zero, as in ZeRO's flat groups; torch.optim would
+skip it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "scales")
 
 
 class InMemoryBackend:
-    """One process. States are where the weights are, and on the CPU for an update that only a CPU has.
+    """Backend in one process; implements `memascend.training.backends.protocol.Backend`.
 
-    `settings`: `update`, `group_elements`; `vocabulary_slices`: take sums over the vocabulary as a streamed model does.
+    States are on the device of the weights, or on the CPU if the update requires it. `settings`: `update`,
+    `group_elements`, `activations_folder`, and `vocabulary_slices`: sum over the vocabulary in the order of a streamed
+    model.
     """
 
     def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
@@ -53,7 +56,7 @@ class InMemoryBackend:
 
     @staticmethod
     def start(threads: int) -> None:
-        from memascend.integrations import pretrained  # noqa: F401  what is imported now is in the idle memory
+        from memascend.integrations import pretrained  # noqa: F401  imported now, so that it counts as idle memory
 
         torch.set_num_threads(threads)
 
@@ -82,7 +85,7 @@ class InMemoryBackend:
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _placement(self) -> ByClass | None:
-        """Where each class of tensors goes, by the run's `placement` and what each takes here."""
+        """Return the memory nodes of each class of tensors, by the run's `placement` and the sizes of the classes."""
         if self._config.placement is None:
             return None
         policy, topology = PlacementPolicy.parse(self._config.placement), Topology.read()
@@ -90,8 +93,10 @@ class InMemoryBackend:
         return policy.resolve(class_sizes(self.model, self._config, states_on_cpu=on_cpu), topology)
 
     def _make_groups(self) -> list[Group]:
-        """Parameters in the model's order; a group is closed when it has `group_elements` (None: one group). With 8-bit
-        moments each is a group, which begins a block."""
+        """Group the parameters in the model's order; a group closes when it has `group_elements` (None: one group).
+
+        With 8-bit moments every parameter is a group that starts at a block boundary.
+        """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         limit, groups, open_group, first = self._settings["group_elements"], [], [], 0
         if eight := self._config.states == "int8":
@@ -139,7 +144,7 @@ class InMemoryBackend:
         return (parameter.dtype, parameter.device) == (group.master.dtype, group.master.device)
 
     def _collect(self, parameter: torch.nn.Parameter) -> None:
-        """Called by autograd when a parameter's gradient is there: add it up and let go of it."""
+        """Accumulate a parameter's gradient and release it; called by autograd when the gradient is complete."""
         view = next(group.slices[parameter] for group in self._groups if parameter in group.slices)
         gradient = parameter.grad.reshape(-1)
         if parameter in self._filled:
@@ -184,9 +189,10 @@ class InMemoryBackend:
         return mean, float(norm / scale)
 
     def _norm(self) -> torch.Tensor:
-        """Of the gradients as they are, scaled: fp32, 0-d, infinite where an element is infinite or NaN."""
+        """Return the norm of the scaled gradients: fp32, 0-d, infinite if any element is infinite or NaN."""
         norms = []
-        eight = self._config.states == "int8"  # then a group is one parameter, and the order of sums that of one group
+        # With int8 a group is one parameter, and the sum is taken in the order of a single group.
+        eight = self._config.states == "int8"
         for groups in [self._groups] if eight else [[group] for group in self._groups]:
             total = 0.0
             for view, parameter in ((g.slices[p], p) for g in groups for _, p in g.parameters):
@@ -262,7 +268,10 @@ class InMemoryBackend:
                     yield f"{index}.{name}", moments
 
     def by_class(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Class (`memascend.memory.classes`) and tensor of all that stays from step to step; views, not copies."""
+        """Yield (class, tensor) of everything that persists between steps; the tensors are views, not copies.
+
+        The classes are those of `memascend.memory.classes`.
+        """
         yield from ((WEIGHTS, parameter.detach()) for parameter in self.model.parameters())
         for group in self._groups:
             yield MASTERS, group.master

@@ -11,7 +11,10 @@ _FACTOR, _WINDOW, _LEAST, _PATIENCE = 2.0, 1000, 1.0, 2
 
 @dataclass
 class LossScale:
-    """`value` is halved at every overflow after the first (`patience` left), doubled after 1000 steps without one."""
+    """A loss scale that is halved after overflows and doubled after every 1000 steps without one.
+
+    The first overflow only uses up `patience`; every further one halves `value`.
+    """
 
     value: float
     patience: int = _PATIENCE
@@ -23,7 +26,7 @@ class LossScale:
         return cls(2.0**16)
 
     def after_step(self, overflow: bool) -> None:
-        """Raises ValueError where the scale cannot be lowered any further."""
+        """Update the scale after a step. Raises ValueError if it cannot be lowered any further."""
         if overflow:
             if self.patience > 1:
                 self.patience -= 1

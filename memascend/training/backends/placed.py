@@ -1,4 +1,4 @@
-"""A model in host memory whose tensors lie where a placement says: what each class takes, and its weights moved."""
+"""Placement of an in-memory model on memory nodes: the sizes of its classes of tensors, and moving its weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from memascend.ops.adamw8 import scales_shape
 
 
 def class_sizes(model: torch.nn.Module, config: Any, *, states_on_cpu: bool) -> dict[str, int]:
-    """Host bytes by class of one process: `config` is the run's. Activation checkpoints are counted as they are stored
-    when they are offloaded (Table I: batch x context x blocks x hidden size)."""
+    """Return the host bytes of one process by class. `config`: the run's configuration.
+
+    Activation checkpoints are counted if they are offloaded (Table I: batch x context x blocks x hidden size).
+    """
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     on_cpu = {p for p in model.parameters() if p.device.type == "cpu"}
     sizes: dict[str, int] = {}
     if states_on_cpu:
-        # Flat, as the backend has them: all together, or with 8-bit moments each parameter by itself.
+        # Flat tensors as in the backend: one for all parameters, or with 8-bit moments one per parameter.
         eight = config.states == "int8"
         flat = [p.numel() for p in model.parameters() if p.requires_grad] if eight else [trained]
         state, gradient = 4 if config.states == "fp32" else 2, 2 if config.gradients == "bf16" else 4
@@ -38,7 +40,7 @@ def class_sizes(model: torch.nn.Module, config: Any, *, states_on_cpu: bool) -> 
 
 
 def place_weights(model: torch.nn.Module, allocator: Allocator) -> None:
-    """Give every parameter memory of `allocator` (owner `weights`) with the values that it has; tied ones share it."""
+    """Move every parameter to memory of `allocator` (owner `weights`), with its values; tied ones share the memory."""
     for name, parameter in model.named_parameters():
         if parameter.numel():
             flat = allocator.allocate(parameter.numel(), parameter.dtype, name=name, owner=classes.WEIGHTS)

@@ -1,7 +1,8 @@
-"""The streaming engine as a backend: weights, gradients and optimizer states on a storage tier, one process.
+"""The streaming engine as a backend: weights, gradients and optimizer states on a storage tier, in one process.
 
-Every finished step is kept on the tier, so that a run that was killed goes on after it, and not after the last
-checkpoint. Gradients are normed, clipped and applied in the order of the backend in memory: equal bits.
+The states of every finished step are kept on the tier, so that a killed run resumes after it rather than after the last
+checkpoint. Gradient norms, clipping and updates use the same order of operations as the in-memory backend, so that the
+results are bit-identical.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 class StreamingBackend:
-    """`settings`: `folder` of the states, `arm` of gradient offloading; `swap`, `swap_room`, `versions`, `redo`: see
-    EngineOptions."""
+    """Backend on the streaming engine; implements `memascend.training.backends.protocol.Backend`.
+
+    `settings`: `folder` of the states and `arm` of gradient offloading; for `swap`, `swap_room`, `versions` and `redo`
+    see EngineOptions.
+    """
 
     def __init__(self, config: TrainConfig, settings: dict[str, Any], ledger: Ledger) -> None:
         self._config, self._settings, self.ledger = config, settings, ledger
@@ -50,8 +54,8 @@ class StreamingBackend:
         self._folder = Path(settings["folder"])
         self._scale = LossScale.dynamic() if config.dtype == "fp16" else None
         self._steps = self._skipped = 0
-        self._kept: int | None = None  # the step that the states on the tier are of, once this process has any
-        self._finished = False  # a step that is not kept
+        self._kept: int | None = None  # step of the states on the tier, once this process has kept or opened them
+        self._finished = False  # whether a finished step has not been kept yet
         self._moved = (0, 0)
         self._told = False
         self._undo = contextlib.ExitStack()
@@ -63,7 +67,7 @@ class StreamingBackend:
 
     @staticmethod
     def start(threads: int) -> None:
-        from memascend.integrations import pretrained  # noqa: F401  what is imported now is in the idle memory
+        from memascend.integrations import pretrained  # noqa: F401  imported now, so that it counts as idle memory
 
         torch.set_num_threads(threads)
 
@@ -90,7 +94,10 @@ class StreamingBackend:
         ]
 
     def _filled_model(self, source: Path | dict[str, Any]) -> Any:
-        """With its values in files: the model is never in memory as a whole, but for what only transformers loads."""
+        """Return the model with its values in files.
+
+        It is never in memory as a whole, unless the checkpoint has a format that only transformers can load.
+        """
         from memascend.integrations.lazy_loading import NotAsStored, lazy_model
         from memascend.integrations.pretrained import in_memory_model
 
@@ -104,7 +111,7 @@ class StreamingBackend:
             return in_memory_model(source, dtype, spilled.take)
 
     def _hollow_model(self, source: Path | dict[str, Any]) -> Any:
-        """For values that are on the tier already."""
+        """Return the model without values, for values that are already on the tier."""
         from memascend.integrations.lazy_loading import model_without_values
         from memascend.integrations.pretrained import configuration
 
@@ -132,7 +139,7 @@ class StreamingBackend:
         )
 
     def _allocator(self) -> PageAlignedPinnedAllocator:
-        """Of host buffers, each on the nodes that the run's `placement` names for its class."""
+        """Return the allocator of host buffers, which puts each on the nodes that `placement` names for its class."""
         named = self._config.placement
         placement = PlacementPolicy.parse(named).resolve({}, Topology.read()) if named is not None else None
         return PageAlignedPinnedAllocator(self.ledger, placement=placement)
@@ -140,15 +147,15 @@ class StreamingBackend:
     def build(self, source: Path | dict[str, Any]) -> None:
         state_store.remove(
             self._folder
-        )  # of an earlier run in this place, or of one that goes on from a later checkpoint
+        )  # from an earlier run in this folder, or from this run if it resumes from a later checkpoint
         self._make_model(source)
         self.engine = StreamingEngine.start(
             self.model, self._folder, self._groups, self._engine_options(), allocator=self._allocator()
         )
 
     def kept_step(self) -> int | None:
-        """Only looks: what else is wrong with the states is said by `go_on`."""
-        if self._kept is not None:  # by this process, which has them open
+        """Return the step of the kept states without opening them; other problems with them are reported by `go_on`."""
+        if self._kept is not None:  # this process has the states open
             return self._kept
         try:
             return (
@@ -166,7 +173,10 @@ class StreamingBackend:
         return facts
 
     def open_kept(self, source: Path | dict[str, Any]) -> int:
-        """As `go_on`, to read weights alone: nothing is measured or made. Returns the step that they are of."""
+        """Open the kept states only to read weights, without measuring or swapping; return their step.
+
+        Close them with `close_kept`.
+        """
         try:
             return self._resume(source, dataclasses.replace(self._engine_options(), measure=False, swap=None))["step"]
         except BaseException:
@@ -186,9 +196,12 @@ class StreamingBackend:
         self._finished = False
 
     def _facts_of_next(self, loss: torch.Tensor) -> dict[str, Any]:
-        """What the run is going to keep with the current step, if it is done: where there is one version of the
-        states, of a step that a kill cuts off once its update has begun, or that is kept as soon as it is done. Such a
-        step has no row in the metrics yet: what it would say of training is kept along."""
+        """Return the facts to store with the current step in case it completes; empty with two versions of the states.
+
+        With one version, a step may become permanent before the rank calls `keep`: when a kill interrupts it after its
+        update began and it is redone, or when the engine keeps it as soon as it is done. Such a step has no row in the
+        metrics yet, so the row's contents are stored along with it.
+        """
         if self.engine.options.versions == 2:
             return {}
         row = {"loss": float(loss), "learning_rate": self._groups[0]["lr"], "loss_scale": self.loss_scale()}
@@ -208,7 +221,7 @@ class StreamingBackend:
         self._steps, self._skipped = counters["adam_step"], counters["skipped_steps"]
         if self._scale is not None:
             self._scale = LossScale(**counters["loss_scaler"])
-        if (clipping := counters.get("clipping")) is not None:  # a run of an earlier version has none
+        if (clipping := counters.get("clipping")) is not None:  # missing in runs of earlier versions
             self.engine.speculation.take_over(clipping)
 
     # -- training ------------------------------------------------------------------------------------------------------
@@ -220,7 +233,7 @@ class StreamingBackend:
         record_engine(self.engine, recorder)
 
     def step(self, batches: Sequence[torch.Tensor], learning_rate: float) -> tuple[torch.Tensor, float | None]:
-        if self._finished:  # there is room for one step beside the kept one
+        if self._finished:  # the tier has space for only one step in addition to the kept one
             self.keep({})
         self._moved = self.engine.transferred
         self._groups[0]["lr"] = learning_rate
@@ -234,14 +247,14 @@ class StreamingBackend:
                 (loss / len(batches) * scale).backward()
             return loss.detach().float()
 
-        # The phases of a trace are those of one batch.
+        # The phases of a trace are those of a single batch, so a traced step runs its batches in turn.
         in_turn = self._config.accumulation == "horizontal" or self._recorder is not None
         order = "horizontal" if in_turn else "vertical"
         loss = torch.stack(self.engine.accumulate(accumulated, batches, order=order, repeatable=True)).mean()
         with phase(self._recorder, "optimizer"):
             facts = self._facts_of_next(loss)
             norm = self.engine.finish_step(keep=False, facts=facts)
-            # Or a kill while a checkpoint is saved finds the states incomplete.
+            # Keep the step now: otherwise a kill while a checkpoint is saved would find the states incomplete.
             if self.engine.options.replaces_without_redo and norm is not None:
                 self.engine.keep(facts)
         self._finished = True
@@ -264,8 +277,11 @@ class StreamingBackend:
         return self._scale.value if self._scale else None
 
     def remark(self) -> str | None:
-        """How near to the bound the step was, and whether gradients wait for their norm from it on; after the first one
-        also what goes by slices and what is swapped."""
+        """Return how close the step was to its lower bound, and any change in whether gradients wait for their norm.
+
+        After the first step it also says how many versions of the states are kept, which matrices are processed in
+        slices, and what is swapped.
+        """
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
         if not self._told:
@@ -303,12 +319,12 @@ class StreamingBackend:
         return facts | ({"activation_swapping": dataclasses.asdict(decision)} if decision is not None else {})
 
     def close(self) -> None:
-        """A run that ends by itself has left a checkpoint of its last step, or its states are that."""
+        """Close the engine, and destroy the states if a full checkpoint of the last step replaces them."""
         self.engine.close(destroy=self._config.checkpoints == "full")
         self._undo.close()
 
     def close_kept(self) -> None:
-        """After `open_kept`: the states stay."""
+        """Close what `open_kept` opened; the states are kept."""
         self.engine.close()
         self._undo.close()
 
@@ -354,12 +370,15 @@ class StreamingBackend:
         end: Callable[[], None],
         give_up: Callable[[BaseException], BaseException],
     ) -> BackgroundSave:
-        """Fill the files of `weights` and of `states`, with what `weight_layouts` and `state_layouts` say, while
-        training goes on; see `StreamingEngine.save`."""
+        """Fill the files `weights` and `states` (None: no states) while training continues; see `StreamingEngine.save`.
+
+        Their contents are described by `weight_layouts` and `state_layouts`. `end` is called when the files are
+        complete, `give_up` after an error.
+        """
         from memascend.integrations.pretrained import persistent_buffers
 
         targets = {(name, WEIGHTS): [Target(weights, name)] for name, _ in self.model.named_parameters()}
-        for name, buffer in persistent_buffers(self.model):  # training may change them
+        for name, buffer in persistent_buffers(self.model):  # written at once, since training may change them
             weights.write(name, buffer.cpu())
         for index, name in enumerate(self._sizes() if states is not None else ()):
             targets |= {(name, state): [Target(states, f"{index}.{state}")] for state in self._state_names()}

@@ -1,8 +1,8 @@
-"""AdamW on flat groups, three ways. They differ in the last bits: each has its own order of roundings.
+"""Three implementations of AdamW on flat groups. Their results differ in the last bits, as they round in other orders.
 
-`torch`: torch.optim's, on any device. `deepspeed`: the native update of DeepSpeedCPUAdam, whose bits every system has
-that leaves the step to DeepSpeed. `memascend`: `memascend.ops.adamw_`, whose bits `numerics: fast` has, and the only
-one with stochastic rounding of bf16 states, or with 8-bit moments (`memascend.ops.adamw8`).
+`torch`: that of torch.optim, on any device. `deepspeed`: the native update of DeepSpeedCPUAdam, bit-identical to every
+system that leaves the step to DeepSpeed. `memascend`: `memascend.ops.adamw_`, bit-identical to `numerics: fast`; only
+this one supports stochastic rounding of bf16 states, and 8-bit moments (`memascend.ops.adamw8`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.optim.adamw import adamw
 
 from memascend.training.backends.groups import Group
 
-_NORMED_AT_ONCE = 250_000_000  # elements, as DeepSpeed's stage3._constant_buffered_norm2: the order of sums
+_NORMED_AT_ONCE = 250_000_000  # elements, as in DeepSpeed's stage3._constant_buffered_norm2, for the same order of sums
 
 
 class Update(Protocol):
-    """One optimizer step of a group."""
+    """An AdamW implementation that updates one group at a time."""
 
-    on_cpu: bool  # whether states must be in CPU memory
+    on_cpu: bool  # whether the states must be in CPU memory
 
     def norm(self, gradient: torch.Tensor) -> torch.Tensor:
-        """L2 norm of a flat gradient; fp64, 0-d."""
+        """Return the L2 norm of a flat gradient (fp64, 0-d)."""
 
     def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
-        """Unscale, clip and apply `group.gradient`; `norm` is of all gradients, with the scale in it."""
+        """Unscale, clip and apply `group.gradient`. `norm` is the norm of all gradients, still scaled by `scale`."""
 
     def replay(self, steps: int) -> None:
-        """Be as after `steps` updates: called once, when a run goes on."""
+        """Bring internal state to that after `steps` updates; called once, when a run is resumed."""
 
 
 def make_update(name: str, config: Any) -> Update:
-    """`config`: the run's betas, eps, weight_decay and clip."""
+    """Return the update called `name`, with betas, eps, weight_decay and clip of `config`."""
     updates: dict[str, Callable[[Any], Update]] = {
         "torch": TorchUpdate,
         "deepspeed": DeepSpeedUpdate,
@@ -44,7 +44,7 @@ def make_update(name: str, config: Any) -> Update:
 
 
 class _Unscaling:
-    """Norm and scaling as DeepSpeed's ZeRO-3 takes them, operation by operation."""
+    """Norm and unscaling with exactly the operations of DeepSpeed's ZeRO-3."""
 
     on_cpu = False
 
@@ -59,7 +59,7 @@ class _Unscaling:
         return norm
 
     def unscaled(self, group: Group, scale: float, norm: torch.Tensor) -> torch.Tensor:
-        """The gradient in the states' type, unscaled and clipped; in place where the types agree."""
+        """Return the unscaled and clipped gradient in the dtype of the states, in place if the dtypes agree."""
         combined: Any = scale
         if self.clip > 0:
             combined = torch.clamp(((norm / scale) + 1e-6) / self.clip, min=1.0) * scale
@@ -138,5 +138,5 @@ class MemAscendUpdate(_Unscaling):
             adamw8_(group.master, gradient, group.exp_avg, group.exp_avg_sq, scales, **options)
             return
         if gradient.itemsize > states.itemsize:
-            gradient = gradient.to(states)  # narrower ones are converted as the kernel reads them (MLP-Offload 3.2)
+            gradient = gradient.to(states)  # the kernel converts narrower ones while reading (MLP-Offload 3.2)
         adamw_(group.master, gradient, group.exp_avg, group.exp_avg_sq, **options)
