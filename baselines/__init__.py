@@ -1,4 +1,5 @@
-"""One folder a system: policy, configuration and description. Mechanisms live in ``memascend``.
+"""The systems, one folder for each: policy, configuration and description. Mechanisms are in ``memascend``.
 
-The package is `memascend.baselines`: `memascend/baselines` is a link to this folder, and a wheel holds the files there.
+The package is `memascend.baselines`: `memascend/baselines` is a link to this folder, and a wheel holds the files under
+that path.
 """

@@ -1,1 +1,1 @@
-"""Machines: those of the papers (testbeds/), and this one (probe). Nothing here imports torch."""
+"""Descriptions of machines: those of the papers (testbeds/) and this one (probe). Nothing here imports torch."""

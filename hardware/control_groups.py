@@ -1,7 +1,7 @@
-"""Control groups of the kernel, version 1 or 2, that limit this process and what it starts.
+"""Control groups of the kernel, version 1 or 2, that limit this process and its children.
 
-Most machines have version 2 alone. There a process is in one group for all controllers, so that limits of several kinds
-are set on the same group; with version 1 it is in one group per controller.
+Most machines have version 2 only. There a process is in one group for all controllers, so limits of several kinds are
+set on the same group; with version 1 it is in one group per controller.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 V1_ROOTS = Path("/sys/fs/cgroup")
 MOUNTS = Path("/proc/self/mounts")
 MINE = Path("/proc/self/cgroup")
-# Controller -> its folder with version 1, and a file that is there where it can limit.
+# Controller -> its folder with version 1, and a file that exists if the controller can set limits.
 _V1 = {"io": ("blkio", "blkio.throttle.read_bps_device"), "cpu": ("cpu", "cpu.cfs_quota_us")}
 _V1["memory"] = ("memory", "memory.limit_in_bytes")
 _CPU_PERIOD_US = 10_000
-LEAST_CPU_SHARE = 1_000 / _CPU_PERIOD_US  # the kernel takes no quota below a millisecond
+LEAST_CPU_SHARE = 1_000 / _CPU_PERIOD_US  # the kernel accepts no quota below a millisecond
 
 
 class CannotThrottleError(OSError):
-    """This machine, or this user, cannot have the limits asked for; the message says why."""
+    """The requested limits cannot be set on this machine or by this user; the message says why."""
 
 
 @dataclass(frozen=True)
 class Controller:
-    """``io``, ``cpu`` or ``memory``: the root of its hierarchy, and the version of control groups."""
+    """The controller ``io``, ``cpu`` or ``memory``: the root of its hierarchy, and the version of control groups."""
 
     name: str
     root: Path
@@ -36,7 +36,10 @@ class Controller:
 
 
 def find_controller(name: str) -> Controller:
-    """Raises CannotThrottleError where the kernel offers it in neither version, or to root alone."""
+    """Return the controller called `name`.
+
+    Raises CannotThrottleError if neither version of control groups offers it, or if this process is not root.
+    """
     folder, needed = _V1[name]
     first, second = V1_ROOTS / folder, _v2_root()
     if os.geteuid() != 0:
@@ -51,10 +54,11 @@ def find_controller(name: str) -> Controller:
 
 @contextlib.contextmanager
 def group_of(controller: Controller) -> Iterator[Path]:
-    """A group of this process's own, in which it is not yet: write its id to ``cgroup.procs`` once limits are set.
+    """Create a group for this process and yield its folder; remove the group at the end.
 
-    With version 2, one within another is the same group. At the end its processes, of which some may outlive this one
-    (an interrupted run's children), go on where this process was before. Raises CannotThrottleError.
+    The process is not yet in the group: write its id to ``cgroup.procs`` once limits are set. With version 2, nested
+    contexts yield the same group. At the end, the processes in the group, which may outlive this one (children of an
+    interrupted run), are moved to the group in which this process was before. Raises CannotThrottleError.
     """
     group, before = controller.root / f"memascend-{os.getpid()}", _before(controller)
     inner = before == group
@@ -63,7 +67,7 @@ def group_of(controller: Controller) -> Iterator[Path]:
             enable(controller)
         if not inner:
             with contextlib.suppress(FileNotFoundError):
-                group.rmdir()  # of a process with this id that was killed
+                group.rmdir()  # left by a killed process with the same id
             group.mkdir()
     except OSError as error:
         raise CannotThrottleError(f"cannot make the control group {group}: {error.strerror}") from None
@@ -77,7 +81,7 @@ def group_of(controller: Controller) -> Iterator[Path]:
 def limit_io(
     controller: Controller, group: Path, number: str, read_bytes_per_s: float, write_bytes_per_s: float
 ) -> None:
-    """Of the device ``number`` (major:minor), from now on. 0: no limit."""
+    """Limit the group's I/O on the device ``number`` (major:minor) from now on; a rate of 0 means no limit."""
     read, write = int(read_bytes_per_s), int(write_bytes_per_s)
     if controller.version == 2:
         (group / "io.max").write_text(f"{number} rbps={read or 'max'} wbps={write or 'max'}")
@@ -87,8 +91,10 @@ def limit_io(
 
 
 def io_bytes(controller: Controller, group: Path, number: str) -> int:
-    """Bytes that the group's processes moved on the device ``number``. With version 1 direct I/O alone is theirs; with
-    version 2 also what the kernel writes back for them."""
+    """Return the bytes that the group's processes have moved on the device ``number``.
+
+    Version 1 counts only direct I/O; version 2 also counts what the kernel writes back for the processes.
+    """
     if controller.version == 2:
         for line in (group / "io.stat").read_text().splitlines():
             device, *counts = line.split()
@@ -101,14 +107,14 @@ def io_bytes(controller: Controller, group: Path, number: str) -> int:
 
 
 def require_cpu_share(share: float) -> None:
-    """ValueError for a share of a CPU that the kernel does not give; 0 is no limit."""
+    """Raise ValueError for a share of a CPU that is too small for the kernel; 0 means no limit."""
     if share and share < LEAST_CPU_SHARE:
         least = f"the kernel gives {LEAST_CPU_SHARE:g} or more; 0 sets no limit"
         raise ValueError(f"a share of {share:g} of a CPU: {least}")
 
 
 def limit_cpu(controller: Controller, group: Path, share: float) -> None:
-    """CPU seconds per second, from now on; 0: no limit."""
+    """Limit the group to `share` CPU seconds per second from now on; 0 means no limit."""
     require_cpu_share(share)
     quota = int(share * _CPU_PERIOD_US)
     if controller.version == 2:
@@ -127,7 +133,7 @@ def _v2_root() -> Path | None:
 
 
 def _before(controller: Controller) -> Path:
-    """The group that this process is in, to which it returns: with version 1 the root, as ever."""
+    """Return the group to which the processes return at the end: this process's current one, or v1's root."""
     if controller.version == 2:
         for line in MINE.read_text().splitlines():
             if line.startswith("0::"):
@@ -137,7 +143,7 @@ def _before(controller: Controller) -> Path:
 
 
 def enable(controller: Controller) -> None:
-    """Of version 2, for groups below the root: not every init does so."""
+    """Enable a version 2 controller for groups below the root, which not every init system does."""
     enabled = controller.root / "cgroup.subtree_control"
     if controller.name not in enabled.read_text().split():
         enabled.write_text(f"+{controller.name}")
@@ -146,6 +152,6 @@ def enable(controller: Controller) -> None:
 def _dissolve(group: Path, home: Path) -> None:
     while members := (group / "cgroup.procs").read_text().split():
         for member in members:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
                 (home / "cgroup.procs").write_text(member)
     group.rmdir()

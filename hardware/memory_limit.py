@@ -1,4 +1,4 @@
-"""A control group with a limit on memory, of cgroup v1 or v2: what runs in it cannot take more."""
+"""A control group (cgroup v1 or v2) that limits the memory of the processes in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _FILES = {1: ("memory.limit_in_bytes", "memory.max_usage_in_bytes"), 2: ("memory
 
 
 class MemoryGroup:
-    """A new group, with version 1 below this process's; `remove` it. `limit_bytes` counts anonymous memory and page
-    cache together, of all processes in the group; the kernel takes page cache back first."""
+    """A new control group with a limit on memory; the owner has to call `remove`.
+
+    With version 1 it is created below this process's group. `limit_bytes` applies to anonymous memory and page cache of
+    all processes in the group together; the kernel reclaims page cache first.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
-        """Raises OSError where none can be made: that takes root, or with version 1 a group that was handed over."""
+        """Create the group. Raises OSError if that fails: it needs root or, with version 1, a delegated group."""
         place = _mine_of_version_1()
         if place is None:
             controller = find_controller("memory")
@@ -35,20 +38,19 @@ class MemoryGroup:
             raise
 
     def take_in(self, pid: int) -> None:
-        """A process, and all that it starts from now on."""
+        """Move a process into the group; processes that it starts later belong to the group too."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that was taken so far, page cache included. None where the kernel does not count it (v2 before
-        Linux 5.19)."""
+        """Peak memory so far, page cache included; None if the kernel does not record it (v2 before Linux 5.19)."""
         try:
             return int((self.folder / self._peak).read_text())
         except FileNotFoundError:
             return None
 
     def kill(self) -> None:
-        """SIGKILL to all processes in the group, until there are none."""
+        """Send SIGKILL to all processes in the group until none is left, for at most 30 seconds."""
         deadline = time.monotonic() + 30
         while (left := (self.folder / "cgroup.procs").read_text().split()) and time.monotonic() < deadline:
             for pid in left:
@@ -57,7 +59,7 @@ class MemoryGroup:
             time.sleep(0.05)
 
     def remove(self) -> None:
-        """Once all processes in it have ended."""
+        """Remove the group; all processes in it must have ended. Retries for a few seconds."""
         for _ in range(200):
             try:
                 self.folder.rmdir()
@@ -67,7 +69,7 @@ class MemoryGroup:
 
 
 def _mine_of_version_1() -> Path | None:
-    """Folder of the group that counts this process's memory; None where version 1 does not."""
+    """Return the folder of the version 1 group that counts this process's memory, or None if version 1 does not."""
     for line in MINE.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -23,13 +23,16 @@ from memascend.memory.cgroup import host_memory, ram_bytes
 from memascend.memory.topology import Topology
 
 GIB = 2**30
-# Not drives: loop devices, RAM disks, compressed swap, mappings of other devices, optical and floppy drives.
+# Excluded: loop devices, RAM disks, compressed swap, mappings of other devices, optical, floppy and network drives.
 _NOT_A_DRIVE = re.compile(r"^(loop|ram|zram|dm-|md|sr|fd|nbd)")
 _PCIE_GENERATION = {"2.5": "Gen1", "5.0": "Gen2", "8.0": "Gen3", "16.0": "Gen4", "32.0": "Gen5", "64.0": "Gen6"}
 
 
 def probe(root: Path = Path("/")) -> dict[str, Any]:
-    """The machine under `root` in the schema's keys; what cannot be read is null or empty, never guessed."""
+    """Return the machine described under `root`, with the keys of the testbed schema.
+
+    Values that cannot be read are null or empty, never guessed.
+    """
     cpu, sockets, cores, logical = read_cpu(root)
     ram, _ = ram_bytes(root)
     testbed = {
@@ -64,7 +67,10 @@ def probe(root: Path = Path("/")) -> dict[str, Any]:
 
 
 def read_cpu(root: Path) -> tuple[str | None, int | None, int | None, int]:
-    """(model, sockets, physical cores, logical cores); topology is None where a virtual machine hides it."""
+    """Return (model, sockets, physical cores, logical cores).
+
+    Sockets and physical cores are None if a virtual machine hides the topology.
+    """
     blocks = [dict(_fields(block)) for block in _read(root / "proc/cpuinfo").strip().split("\n\n") if block]
     model = next((b[key] for b in blocks for key in ("model name", "Model", "Processor") if b.get(key)), None)
     ids = [(b.get("physical id"), b.get("core id")) for b in blocks]
@@ -74,7 +80,7 @@ def read_cpu(root: Path) -> tuple[str | None, int | None, int | None, int]:
 
 
 def read_numa(root: Path) -> list[dict[str, Any]]:
-    """Nodes with their CPUs and memory."""
+    """Return the memory nodes with their CPUs and memory."""
     return [
         {"node": node.number, "cpus": node.cpus, "memory_gib": round(node.total_bytes / GIB, 2)}
         for node in Topology.read(root).nodes.values()
@@ -82,14 +88,14 @@ def read_numa(root: Path) -> list[dict[str, Any]]:
 
 
 def read_drives(root: Path) -> list[dict[str, Any]]:
-    """Drives that do not rotate, one entry each."""
+    """Return the non-rotating drives, one entry for each."""
     drives = []
     for path in sorted((root / "sys/block").glob("*")):
         sectors = _read(path / "size").strip()
         if _NOT_A_DRIVE.match(path.name) or not sectors.isdecimal() or int(sectors) == 0:
             continue
         if _read(path / "queue/rotational").strip() == "1" and not path.name.startswith("vd"):
-            continue  # virtio reports rotation whatever lies beneath
+            continue  # virtio drives (vd*) are kept: they report rotation whatever the underlying drive is
         model = _read(path / "device/model").strip() or f"virtual drive ({path.name.rstrip('0123456789')})"
         drives.append(
             {
@@ -104,7 +110,7 @@ def read_drives(root: Path) -> list[dict[str, Any]]:
 
 
 def read_pcie(root: Path) -> str | None:
-    """The fastest link of a drive or display controller, by its negotiated speed; None where nothing says."""
+    """Return the PCIe generation of the fastest negotiated link of a drive or display controller; None if unknown."""
     speeds = [_read(path) for path in (root / "sys/class/nvme").glob("*/device/current_link_speed")]
     speeds += [_read(path) for path in (root / "sys/class/drm").glob("card*/device/current_link_speed")]
     found = [match[1] for text in speeds if (match := re.match(r"([\d.]+) GT/s", text))]
@@ -112,7 +118,7 @@ def read_pcie(root: Path) -> str | None:
 
 
 def read_gpus() -> list[dict[str, Any]]:
-    """NVIDIA GPUs by nvidia-smi, equal ones together; none where there is no driver."""
+    """Return the NVIDIA GPUs that nvidia-smi lists, equal ones in one entry; none if there is no driver."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -129,7 +135,7 @@ def read_gpus() -> list[dict[str, Any]]:
 
 
 def read_os(root: Path) -> str:
-    """PRETTY_NAME of os-release."""
+    """Return the name of the operating system: PRETTY_NAME of os-release, or the platform's name."""
     found = re.search(r'^PRETTY_NAME="?([^"\n]*)', _read(root / "etc/os-release"), re.MULTILINE)
     return found[1] if found else platform.system()
 
@@ -139,7 +145,7 @@ def _fields(block: str) -> list[tuple[str, str]]:
 
 
 def _read(path: Path) -> str:
-    """A file's text; empty where it does not exist or may not be read."""
+    """Return a file's text, or an empty string if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""The testbeds of the papers, read and checked."""
+"""Loads and validates the descriptions of the papers' testbeds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SCHEMA = Path(__file__).parent / "testbeds.schema.json"
 
 
 def known_testbeds() -> list[str]:
-    """Every described machine."""
+    """Return the ids of all described machines."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_testbed(testbed_id: str) -> dict[str, Any]:
-    """One machine. ValueError in one line for an unknown id or a file that breaks the schema."""
+    """Return one machine. Raises a one-line ValueError for an unknown id or a file that violates the schema."""
     if testbed_id not in known_testbeds():
         raise ValueError(f"unknown testbed '{testbed_id}'. Known: {', '.join(known_testbeds())}")
     testbed = yaml.safe_load((FOLDER / f"{testbed_id}.yaml").read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def load_testbed(testbed_id: str) -> dict[str, Any]:
 
 
 def check(testbed: Any, where: str) -> None:
-    """ValueError that names the file and the place where a testbed breaks the schema."""
+    """Raise a ValueError that names the file and the key if a testbed violates the schema."""
     validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
     error = jsonschema.exceptions.best_match(validator.iter_errors(testbed))
     if error is not None:

@@ -1,9 +1,9 @@
-"""Paths of known speed, and processes that get a share of a CPU, by control groups of version 1 or 2.
+"""Paths of known speed, and limits on CPU time, by control groups of version 1 or 2.
 
-A path is a file system on a loop device that the kernel's own block I/O controller slows down. What it can do is then
-enforced outside our code, for direct I/O. Reads and writes are limited each by itself. The controller counts in slices
-of a tenth of a second, and a direction that was idle has a whole slice at once: a chain of reads and writes in turn is
-faster than its rates (`memascend.bench.rate_limit` has drives that are not).
+A path is a file system on a loop device that the kernel's block I/O controller throttles, so its rates are enforced
+outside our code, for direct I/O. Reads and writes are limited separately. The controller counts in slices of a tenth of
+a second, and a direction that was idle may use a whole slice at once; therefore a chain of alternating reads and writes
+runs faster than the rates (the drives of `memascend.bench.rate_limit` avoid this).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hardware.control_groups import (
 
 @dataclass(frozen=True)
 class ThrottledPath:
-    """A mounted folder, its device as major:minor, and the group whose processes are held to its rates."""
+    """A mounted folder, its device as major:minor, and the group whose processes are limited to its rates."""
 
     folder: Path
     number: str
@@ -37,20 +37,22 @@ class ThrottledPath:
     controller: Controller
 
     def limit(self, read_bytes_per_s: float, write_bytes_per_s: float | None = None) -> None:
-        """From now on; the same for writes where nothing else is said. 0: no limit."""
+        """Change the rates from now on; writes default to the read rate, and 0 means no limit."""
         write = read_bytes_per_s if write_bytes_per_s is None else write_bytes_per_s
         limit_io(self.controller, self.group, self.number, read_bytes_per_s, write)
 
     @property
     def direct_bytes(self) -> int:
-        """Bytes that the group's processes moved on the device: io_bytes says what version 2 counts besides."""
+        """Bytes that the group's processes have moved on the device; `io_bytes` says what version 2 adds."""
         return io_bytes(self.controller, self.group, self.number)
 
 
 @contextlib.contextmanager
 def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 << 20) -> Iterator[list[ThrottledPath]]:
-    """A path in `folder` for each rate (bytes per second, 0 without limit); this process and those that it starts are
-    held to them. Raises CannotThrottleError."""
+    """Create a path in `folder` for each rate (bytes per second; 0: no limit), and remove the paths at the end.
+
+    The rates apply to this process and those that it starts. Raises CannotThrottleError.
+    """
     missing = [tool for tool in ("losetup", "mkfs.ext4", "mount", "umount") if not shutil.which(tool)]
     if missing:
         raise CannotThrottleError(f"throttled paths need loop devices: {', '.join(missing)} not found")
@@ -67,8 +69,10 @@ def throttled_paths(folder: Path, rates: Sequence[int], size_bytes: int = 512 <<
 
 @contextlib.contextmanager
 def limited_cpu() -> Iterator[Callable[[float], None]]:
-    """A function that limits this process, and those that it started in here, to so many CPU seconds per second
-    (0: no limit). Raises CannotThrottleError."""
+    """Yield a function that limits the CPU seconds per second (0: no limit) of this process and its new children.
+
+    Raises CannotThrottleError.
+    """
     controller = find_controller("cpu")
     with group_of(controller) as group:
         limit_cpu(controller, group, 0)
@@ -76,7 +80,7 @@ def limited_cpu() -> Iterator[Callable[[float], None]]:
         try:
             yield lambda share: limit_cpu(controller, group, share)
         finally:
-            limit_cpu(controller, group, 0)  # the group may be another limit's too
+            limit_cpu(controller, group, 0)  # another limit may use the same group
 
 
 @contextlib.contextmanager

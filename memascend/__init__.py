@@ -7,20 +7,20 @@ Two calls are all that a training script needs::
     ...
     memascend.disable()           # stock DeepSpeed again
 
-Around any loop, with DeepSpeed or without, activations go to the SSD::
+Around any training loop, with or without DeepSpeed, saved activations can go to the SSD::
 
     with memascend.offload_activations("/mnt/nvme"):
         ...
 
-And a plain PyTorch loop trains a model whose weights, gradients and optimizer states live on an SSD::
+A plain PyTorch loop can train a model whose weights, gradients and optimizer states live on an SSD::
 
     from memascend import EngineOptions, offload_activations, streaming
     with streaming("/mnt/nvme/run") as session:
         model = session.hook(model)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-5)
 
-Nothing is imported or patched before the call; `streaming` and the other names of a loop are imported when they are
-first asked for.
+Nothing is imported or patched before the call; `streaming` and the other names used in a loop are imported on first
+access.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from memascend.storage.errors import StorageError
     from memascend.storage.tier import Tier
 
-__version__: str  # of the installed package; pyproject.toml has it
+__version__: str  # of the installed package, as set in pyproject.toml
 __all__ = [
     "EngineOptions",
     "InterruptedUpdate",
@@ -66,13 +66,13 @@ _RENAMED = {"TornStates": "InterruptedUpdate"}
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name == "_C":  # `from memascend import _C` asks here first
+    if name == "_C":  # `from memascend import _C` looks it up here first
         return importlib.import_module(".extension", __name__).load(__name__)
     if name in _RENAMED:
         from .deprecation import warn_renamed
 
         warn_renamed(f"{__name__}.{name}", f"{__name__}.{_RENAMED[name]}")
-        globals()[name] = found = __getattr__(_RENAMED[name])  # `from memascend import` asks twice
+        globals()[name] = found = __getattr__(_RENAMED[name])  # `from memascend import` looks it up twice
         return found
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -95,23 +95,23 @@ def __dir__() -> list[str]:
 
 
 def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> Enabled:
-    """Put MemAscend's parts into DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
+    """Install MemAscend's parts in DeepSpeed. Call before ``deepspeed.zero.Init`` and ``deepspeed.initialize``.
 
-    Process-wide, and of the thread that trains: call it once, not while an engine is being built.
+    The change is process-wide: call it once, from the thread that trains, and not while an engine is being built.
 
     Args:
-        ds_config: the DeepSpeed configuration as a dict, a path or JSON in base64; it stays as it is. Its section
-            ``"memascend"`` chooses parts; ``{"enabled": false}`` leaves DeepSpeed alone.
-        options: any key of that section, which it overrides; `ledger`, the account that buffers are written to. See
-            `memascend.integrations.deepspeed.enable`.
+        ds_config: the DeepSpeed configuration as a dict, a path or base64-encoded JSON; it is not modified. Its section
+            ``"memascend"`` chooses the parts; ``{"enabled": false}`` leaves DeepSpeed unchanged.
+        options: any key of that section, which takes precedence over it, or `ledger`, the ledger in which buffers are
+            recorded. See `memascend.integrations.deepspeed.enable`.
 
     Returns:
-        What was enabled: `parts`, `ledger`, `io` (bytes that were moved).
+        A description of what was enabled: `parts`, `ledger` and `io` (bytes moved).
 
     Raises:
-        ValueError: one line that names the key and the fix.
-        TypeError: an unknown keyword.
-        RuntimeError: it is enabled already, or this DeepSpeed lacks what is replaced.
+        ValueError: the configuration is invalid; the one-line message names the key and the fix.
+        TypeError: a keyword is unknown.
+        RuntimeError: MemAscend is enabled already, or this version of DeepSpeed lacks a function to be replaced.
 
     Example:
 
@@ -124,9 +124,9 @@ def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> E
 
 
 def disable() -> None:
-    """Give DeepSpeed back as it was before `enable`; does nothing when it is not enabled.
+    """Restore DeepSpeed to its state before `enable`; do nothing if MemAscend is not enabled.
 
-    Engines that were built meanwhile keep their parts until they are gone. Same thread rule as `enable`.
+    Engines built in the meantime keep their parts until they are destroyed. The thread rule of `enable` applies.
     """
     from memascend.integrations.deepspeed import disable as disable_deepspeed
 
@@ -134,25 +134,27 @@ def disable() -> None:
 
 
 def offload_activations(where: str | PathLike[str] | Tier, **options: Any) -> AbstractContextManager[ActivationCache]:
-    """What forward passes save for backward waits on the SSD inside this context.
+    """Keep the tensors that forward passes save for backward on the SSD while this context is active.
 
-    Forward passes of the thread that entered it; a backward pass has to end inside. Contexts nest.
+    Only forward passes of the thread that entered the context are affected, and each backward pass must finish inside
+    it. Contexts can be nested.
 
     Args:
-        where: a folder on the SSD (a file is made in it and removed at the end), or an open tier, which is closed at
-            the end.
-        options: fields of `memascend.activation.options.CacheOptions`: `amount`, bytes per pass, "all" or "auto",
-            and others.
+        where: a folder on the SSD (a file is created in it and removed at the end), or an open tier, which is closed
+            at the end.
+        options: fields of `memascend.activation.options.CacheOptions`, such as `amount` (bytes per pass, "all" or
+            "auto").
 
     Returns:
-        A context that yields the cache: `statistics`, and `record` of the last forward pass. Gradients are those of
-        keeping everything, to the bit.
+        A context manager that yields the cache, with its `statistics` and the `record` of the last forward pass.
+        Gradients are bit-identical to those of a run that keeps everything in memory.
 
     Raises:
-        ValueError: an unknown option.
-        StorageError: no such folder, or no room.
-        ActivationError: from `backward`: a saved tensor is lost, or was changed in place since; it is named. As in
-            plain PyTorch, changes through `.data` or NumPy are not seen; backward may then use the values as saved.
+        ValueError: an option is unknown.
+        StorageError: the folder does not exist, or its file system has too little free space.
+        ActivationError: raised from `backward` when a saved tensor is lost or was modified in place; the message names
+            it. As in plain PyTorch, changes through `.data` or NumPy are not detected; backward may then use the
+            values as saved.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""`python -m memascend`: the commands, as `memascend`."""
+"""Entry point of `python -m memascend`, which offers the same commands as `memascend`."""
 
 import sys
 

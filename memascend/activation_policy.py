@@ -1,7 +1,7 @@
 """The activation policy of a model: what happens to each block's activations between forward and backward.
 
-They are kept, recomputed or offloaded (SSDTrain, Fig. 7). Planning, training and the cache share these words. No torch
-here.
+They are kept, recomputed or offloaded (SSDTrain, Fig. 7). The planner, the trainer and the activation cache share these
+terms. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ EXAMPLE = "offload:10,recompute:4,keep:2"
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """`runs`: (policy, number of blocks) in the order of forward."""
+    """An activation policy for every block; `runs` holds (policy, number of blocks) pairs in forward order."""
 
     runs: tuple[tuple[str, int], ...]
 
     @classmethod
     def parse(cls, text: str, where: str) -> ActivationPolicy:
-        """Of a text such as `offload:10,recompute:4,keep:2`; ValueError, in one line that begins with `where`."""
+        """Parse a text such as `offload:10,recompute:4,keep:2`; raise a one-line ValueError that begins with `where`
+        if it is invalid."""
         runs = []
         for part in text.split(","):
             found = _PART.fullmatch(part)
@@ -40,19 +41,20 @@ class ActivationPolicy:
 
     @classmethod
     def of(cls, policies: Iterable[str]) -> ActivationPolicy:
-        """From one policy per block."""
+        """Build the policy from one word per block, in forward order."""
         return cls(tuple((policy, len(list(run))) for policy, run in groupby(policies)))
 
     @staticmethod
     def looks_like_policy(text: str) -> bool:
-        """Whether a text that may be an amount of bytes names policies."""
+        """Return whether `text` names policies, rather than a number of bytes."""
         return ":" in text
 
     def __str__(self) -> str:
         return ",".join(f"{policy}:{count}" for policy, count in self.runs if count)
 
     def per_block(self, blocks: int, where: str) -> tuple[str, ...]:
-        """The policy of each of `blocks` blocks; ValueError, in one line, for any other number of them."""
+        """Return the policy of each of the `blocks` blocks; raise a one-line ValueError if the counts do not add up
+        to `blocks`."""
         policies = tuple(policy for policy, count in self.runs for _ in range(count))
         if len(policies) != blocks:
             raise ValueError(

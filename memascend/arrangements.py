@@ -1,6 +1,6 @@
-"""What an arm of a system puts where: the parts of a run as the planner, the trainer and the figures see them.
+"""The arrangement of an arm: which parts it uses and where its data is stored.
 
-No torch here.
+The planner, the trainer and the figures all read it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from memascend.suggestions import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Which parts stand where in an arm.
+    """The parts and data placement of one arm.
 
-    `label` is the series of a figure. `parts` are the keywords of `memascend.enable` with which the arm trains.
-    `states_on`: where weights and optimizer states wait: `ssd`, `host` or `gpu`. `weights_on_gpu`: the half-precision
-    weights, partitioned, stay on the GPU wherever the states are.
+    `label` names the arm's series in a figure. `parts` are the keywords of `memascend.enable` with which the arm
+    trains. `states_on` says where weights and optimizer states are stored: `ssd`, `host` or `gpu`. With
+    `weights_on_gpu`, the partitioned half-precision weights stay on the GPU wherever the states are.
 
-    `pinned` rounds what torch pins (gradients, activations, small parameters), `swapped` what the swappers hold (the
-    same through DeepSpeed 0.19.3; later ones allocate exactly there). `pool` is `separate` (each buffer pinned by
-    itself), `one_tensor` (DeepSpeed's literal layout) or `adaptive`. `overflow`: the chain leaves temporaries, the
-    others none. `states`: what the arm keeps its states in, whatever is asked for; `refuses_bf16_states` says why an
-    arm cannot keep them in bf16; `int8_states`: it can keep 8-bit moments beside bf16 weights. `direct`: swapped
-    tensors are in the direct NVMe engine, which has bounce buffers.
-    `derives_sizes`: sub-groups, buffers and I/O settings follow from model and machine, as the drop-in's do; otherwise
-    they are what the papers describe. `shown_beside`: listed next to the default arm where systems are compared; `runs`
-    False: planned and simulated alone. `over_paths`: optimizer states lie on several paths, some sub-groups in host
-    memory; `turns_order`: the update goes up and down in turn, so that those stay there; `first_path`: all others idle.
-    `pipelined`: DeepSpeed's optimizer reads the next sub-group and writes the last one while it updates one.
+    `pinned` is the rounding of memory that torch pins (gradients, activations, small parameters), `swapped` that of the
+    swappers' buffers (the same up to DeepSpeed 0.19.3; later versions allocate the exact size). `pool` is `separate`
+    (each buffer pinned by itself), `one_tensor` (DeepSpeed's literal layout) or `adaptive`. `overflow` is the overflow
+    check: `chain` allocates temporaries, the others do not. `states` is the dtype of the states, whatever the user
+    requests; `refuses_bf16_states` says why an arm cannot keep them in bf16; with `int8_states` it can keep 8-bit
+    moments with bf16 weights. `direct`: swapped tensors go through the direct NVMe engine, which has bounce buffers.
+    `derives_sizes`: sub-groups, buffers and I/O settings are derived from model and machine, as in the drop-in;
+    otherwise they are those that the papers describe. `shown_beside`: comparisons of systems list this arm next to the
+    default one. `runs` False: the arm is only planned and simulated. `over_paths`: optimizer states are spread over
+    several paths, with some sub-groups in host memory; `turns_order`: updates alternate between ascending and
+    descending order, so that those sub-groups stay there; `first_path`: only the first path is used. `pipelined`:
+    DeepSpeed's optimizer reads the next sub-group and writes the previous one while it updates the current one.
     """
 
     label: str
@@ -55,14 +56,17 @@ class Arrangement:
     first_path: bool = False
     pipelined: bool = False
     runs: bool = True
-    placement: str | None = None  # of host buffers on NUMA nodes, as the key of a run; None: as the run says
+    placement: str | None = None  # of host buffers on NUMA nodes, as in a run's configuration; None: the run decides
 
 
-_RENAMED = {"kept": "host", "swapped": "nvme"}  # values of the part `gradients` that are deprecated
+_RENAMED = {"kept": "host", "swapped": "nvme"}  # deprecated values of the part `gradients`
 
 
 def where_gradients_wait(parts: Mapping[str, Any], default: str = "nvme") -> Any:
-    """The part `gradients`, by its name of now: `host` or `nvme`, or what a user has written in their place."""
+    """Return the part `gradients` under its current name, `host` or `nvme`, or an unknown value as the user wrote it.
+
+    A deprecated name causes a warning.
+    """
     given = parts.get("gradients", default)
     if not isinstance(given, str) or given not in _RENAMED:
         return given
@@ -75,10 +79,11 @@ _POOLS = {"adaptive": "adaptive", "monolithic": "one_tensor", "monolithic_separa
 
 
 def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: Any) -> Arrangement:
-    """Of any choice of parts of the section "memascend" in a DeepSpeed configuration; what is left out is the default.
+    """Return the arrangement for any choice of parts in the section "memascend" of a DeepSpeed configuration.
 
-    What a stock part does is DeepSpeed 0.19.8's: swap buffers of their exact size, the isinf/isnan chain. `others` are
-    fields of the arrangement that no part says, or says otherwise.
+    Missing parts take their defaults. A stock part behaves as in DeepSpeed 0.19.8: swap buffers have their exact size,
+    and the overflow check is the isinf/isnan chain. `others` are fields of the arrangement that no part determines, or
+    that override it. Raises ValueError for an unknown pool.
     """
     if parts.get("pool", "adaptive") not in _POOLS:
         hint = did_you_mean(parts["pool"], _POOLS)
@@ -102,7 +107,7 @@ def arrangement_of_parts(parts: Mapping[str, Any], label: str = "", **others: An
     return Arrangement(**fields | others)
 
 
-# The parts where a section names none.
+# Defaults of the parts that a section does not name.
 DEFAULTS = {
     "pinned": "exact",
     "pool": "adaptive",

@@ -1,11 +1,11 @@
-"""With this module loaded, the key "memascend" in a DeepSpeed configuration is enough.
+"""Enable MemAscend automatically when a DeepSpeed configuration has the key "memascend".
 
-It is loaded by `import memascend.auto`, or by nothing at all: torch loads the entry points of its group
-`torch.backends` at the end of `import torch`, and ours names this module (TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns torch's
-loading off). Nothing is imported and nothing changed until DeepSpeed has been imported, and DeepSpeed is left alone
-until it is given a configuration with that key.
+The module is loaded by `import memascend.auto`, or without any import: at the end of `import torch`, torch loads the
+entry points of the group `torch.backends`, and ours names this module (TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables that).
+Nothing is imported or changed until DeepSpeed has been imported, and DeepSpeed stays unchanged until it is given a
+configuration with that key.
 
-Since all this happens inside `import torch` and `import deepspeed`, an error here is logged and never raised.
+Since all this happens inside `import torch` and `import deepspeed`, errors are logged here and never raised.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("memascend")
 
 
 def _logged(action: Callable[..., Any], *args: Any) -> Any:
-    """What ``action`` returns; None, and a line in the log, where it fails."""
+    """Return the result of ``action``; if it fails, log a warning and return None."""
     try:
         return action(*args)
     except Exception as error:
-        if os.environ.get("RANK", "0") == "0":  # is_logging_rank() may be in what cannot be imported
+        if os.environ.get("RANK", "0") == "0":  # is_logging_rank() may not be importable here
             log.warning(
                 'memascend: the key "memascend" in DeepSpeed configurations will be ignored (%s: %s); call '
                 "memascend.enable(ds_config) before deepspeed.initialize, or reinstall memascend",
@@ -41,9 +41,10 @@ def _logged(action: Callable[..., Any], *args: Any) -> Any:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; the loader that the others find for DeepSpeed tells us when it is done.
+    """Finder that wraps the loader which the other finders return for DeepSpeed, to be notified after the import.
 
-    Asked as often as somebody looks whether DeepSpeed is there (transformers and Accelerate do), imported or not.
+    It finds no module itself. It is called whenever a library checks whether DeepSpeed is installed, as transformers
+    and Accelerate do, even if DeepSpeed is never imported.
     """
 
     _asking = False
@@ -55,7 +56,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         self._asking = True
         try:
-            spec = importlib.util.find_spec(name)  # its errors are those of the import itself
+            spec = importlib.util.find_spec(name)  # raises the errors that the import itself would raise
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
@@ -78,8 +79,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _SpecInProgress(importlib.machinery.ModuleSpec):
-    """Spec of a module that is being imported right now, as DeepSpeed is when it imports torch: Python clears
-    ``_initializing`` at its end, and that is when we look at it.
+    """Spec of a module whose import is in progress, as DeepSpeed's is when it imports torch.
+
+    Python clears ``_initializing`` at the end of the import; the setter uses this to start watching.
     """
 
     @property
@@ -90,7 +92,7 @@ class _SpecInProgress(importlib.machinery.ModuleSpec):
     def _initializing(self, value: bool) -> None:
         self.__dict__["_initializing"] = value
         module = sys.modules.get(self.name)
-        if not value and hasattr(module, "initialize"):  # an import that failed leaves none
+        if not value and hasattr(module, "initialize"):  # missing after a failed import
             _logged(_watch, module)
 
 
@@ -101,7 +103,7 @@ def _watch(deepspeed: Any) -> None:
 
 
 def install() -> None:
-    """Wait for DeepSpeed. Calling it again changes nothing; torch calls it."""
+    """Install the hook that waits for the import of DeepSpeed. Repeated calls have no effect; torch calls it too."""
     _logged(_install)
 
 

@@ -1,4 +1,4 @@
-"""The `memascend` command. Whatever is wrong with the input is one line on standard error, and exit status 2."""
+"""The `memascend` command. Invalid input gives one line on standard error and exit status 2."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from memascend.training.command import add_export, add_generate, add_info, add_t
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, without the usage text; abbreviated options are refused."""
+    """Argument parser that reports errors in one line, without the usage text, and refuses abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
-        self._command: list[str] = []  # the subcommand that was named
-        self.refused: dict[str, str] = {}  # options that are not ours, with the reason
+        self._command: list[str] = []  # the subcommand given, if any
+        self.refused: dict[str, str] = {}  # options that are refused, with the reason
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A mistyped option is named before what it then seems to lack."""
+        """Parse the arguments; report a mistyped option before argparse reports arguments that it makes missing."""
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is not None:
             commands = self._subparsers._group_actions[0].choices or ()
             self._command = [word for word in words[:1] if word in commands]
         for word in words[: words.index("--")] if "--" in words else words:
             if self._subparsers is not None and not word.startswith("-"):
-                break  # the rest is the subcommand's
+                break  # the rest belongs to the subcommand
             option = word.partition("=")[0]
             if re.fullmatch(r"--[\w-]+", option) and option not in self._option_string_actions:
                 if option in self.refused:
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """A mistyped command or choice gets the nearest one."""
+        """Report an unknown command or choice, with the most similar known one as a hint."""
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
             name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
@@ -60,7 +60,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status: 0, 2 for an error, or a subcommand's own (plan and doctor: 1 for no)."""
+    """Run the command line and return the exit status.
+
+    The status is 0, 2 for an error, 130 after an interrupt, or a subcommand's own (plan and doctor: 1 for no).
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = command_line().parse_args(arguments)
@@ -81,14 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _told(error: Exception) -> str:
-    """The kernel's refusals by path and reason, not by number; all others say it themselves."""
+    """Return the text of an error; errors of the operating system are given by path and reason, without the number."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = _Parser(prog="memascend", description="Full-parameter fine-tuning where host memory is scarce.")
     parser.add_argument("--version", action="version", version=f"memascend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=_Parser)
@@ -147,7 +150,7 @@ def _completion(options: argparse.Namespace) -> str:
 
 
 def _offer(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> None:
-    """Let a completion script offer the values of options that check theirs later."""
+    """Set the choices of options whose values are checked only later, so that completion scripts can offer them."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

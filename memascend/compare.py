@@ -1,8 +1,8 @@
-"""`memascend compare A B`: two steps phase by phase, or two sets of results with their spread and verdicts.
+"""`memascend compare A B`: compares two steps phase by phase, or two sets of results with their spread and verdicts.
 
 A step is a trace, from `plan --trace` or `train --trace`. A set of results is a record or a folder of them (JSON whose
-`points` hold repeats), a table of claims (CSV with a column `verdict`), or an artifact's zip, which holds both. What is
-compared of repeats is seconds, or bytes per second where a bench runs for a stated time. No torch here.
+`points` hold repeats), a table of claims (CSV with a column `verdict`), or an artifact's zip, which holds both. Repeats
+are compared by seconds, or by bytes per second if a bench runs for a stated time. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from memascend.simulator.step_picture import draw
 from memascend.simulator.trace import read_trace
 from memascend.terminal import printable
 
-LARGEST = 1e18  # seconds or bytes per second: what is more is no measurement
-# What a record says of its making, and not of what it measured.
+LARGEST = 1e18  # seconds or bytes per second; larger values cannot be measurements
+# Keys that describe how a record was made, not what it measured.
 _MADE = frozenset(
     (
         "schema_version",
@@ -45,15 +45,15 @@ _MADE = frozenset(
         "started_at",
     )
 )
-# Lists in a point of `bench nvme`'s question `stream`, whose `seconds` are how long each repeat was made to run.
+# Lists of rates in a point of `bench nvme`'s question `stream`, whose `seconds` are the preset duration of each repeat.
 _STREAMED = {"engine": "", "fio": "fio"}
-_LONGEST = 200  # characters of what a damaged file makes an error say
-SUMS = "SHA256SUMS"  # file of an artifact: digest and path of every other
-MANIFEST = "artifact.json"  # what it was made of
+_LONGEST = 200  # characters quoted from the error that a damaged file causes
+SUMS = "SHA256SUMS"  # file in an artifact with the digest and path of every other file
+MANIFEST = "artifact.json"  # file in an artifact that names its version and profile
 
 
 def add_compare(commands: Any) -> None:
-    """Registers `compare` with the argparse subparsers `commands`."""
+    """Register `compare` with the argparse subparsers `commands`."""
     parser = commands.add_parser(
         "compare",
         help="compare two steps phase by phase (simulated and measured, for example), or two sets of results",
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> tuple[str, int]:
 
 
 class Repeats(NamedTuple):
-    """Of one measurement. `rate`: bytes per second, of which more is faster; else seconds."""
+    """Repeats of one measurement: bytes per second if `rate` (more is faster), otherwise seconds."""
 
     values: list[float]
     rate: bool = False
@@ -111,16 +111,16 @@ class Repeats(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Repeats of each measurement by its name, and the verdict and value of each claim."""
+    """Repeats by the name of the measurement, and (verdict, value) by the name of the claim."""
 
     repeats: dict[str, Repeats]
     claims: dict[str, tuple[str, str]]
-    twice: tuple[str, ...] = ()  # measurements and claims that more than one file holds; the last one's are kept
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a bench, by what its measurements begin with
+    twice: tuple[str, ...] = ()  # measurements and claims in more than one file; those of the last file are kept
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a bench, by the prefix of its measurements
 
 
 def load(path: Path) -> StepOf | Results:
-    """What lies at `path`. ValueError, in one line, where it is nothing that can be compared."""
+    """Load the step or the results at `path`. Raises a one-line ValueError if they cannot be compared."""
     if path.is_dir() and (path / "metrics.jsonl").is_file():
         raise ValueError(
             f"{path} is a training run: compare takes traces (of train --trace), records, tables of claims or artifacts"
@@ -131,7 +131,7 @@ def load(path: Path) -> StepOf | Results:
             [
                 _results(file)
                 for file in sorted([*path.rglob("*.json"), *path.rglob("*claims*.csv")])
-                if file.is_file()  # no pipe, at which this would wait for ever
+                if file.is_file()  # reading a named pipe would block
             ],
         )
     if not path.is_file():
@@ -161,7 +161,7 @@ def _together(path: Path, found: list[Results]) -> Results:
 
 
 def _of_artifact(path: Path) -> Iterator[Results]:
-    """The records and claims of a zip that `snakemake artifact` has made, if every file is as SHA256SUMS says."""
+    """Yield the records and claims in a zip made by `snakemake artifact`, after checking it against SHA256SUMS."""
     try:
         with zipfile.ZipFile(path) as file:
             manifest = f"{_checked_root(path, file)}/{MANIFEST}"
@@ -173,12 +173,12 @@ def _of_artifact(path: Path) -> Iterator[Results]:
     except (zipfile.BadZipFile, zlib.error, OSError, UnicodeDecodeError) as error:
         said = printable(str(error))[:_LONGEST]
         raise ValueError(f"cannot read {path} as an artifact: {said}; copy or download it again") from None
-    except (RuntimeError, NotImplementedError, KeyError) as error:  # encrypted, compressed in another way, odd names
+    except (RuntimeError, NotImplementedError, KeyError) as error:  # encryption, unknown compression, missing entry
         raise ValueError(f"{path} is not an artifact that this program reads: {error}") from None
 
 
 def _made_as(path: Path, manifest: dict[str, Any]) -> Results:
-    """What two artifacts can differ in before a claim of theirs does, as settings."""
+    """Return an artifact's version and profile as settings, so that differences between two artifacts are noted."""
     made = {key: manifest.get(key) for key in ("version", "profile")}
     if not all(isinstance(value, str) for value in made.values()):
         raise ValueError(f"{path} is not an artifact: its {MANIFEST} names no version and no profile")
@@ -186,8 +186,11 @@ def _made_as(path: Path, manifest: dict[str, Any]) -> Results:
 
 
 def _checked_root(path: Path, artifact: zipfile.ZipFile) -> str:
-    """The one folder that it holds. ValueError names what was changed, added or removed since the artifact was made, or
-    leads out of it."""
+    """Return the name of the artifact's only top-level folder, after checking every file against SHA256SUMS.
+
+    Raises a ValueError that names a file which was changed, added or removed since the artifact was made, or an entry
+    whose path leaves the artifact or holds control characters.
+    """
     entries = {entry.filename: PurePosixPath(entry.filename) for entry in artifact.infolist() if not entry.is_dir()}
     for entry, inside in entries.items():
         if inside.is_absolute() or ".." in inside.parts:
@@ -224,7 +227,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # with the mark that some editors begin a file with
+        return path.read_text(encoding="utf-8-sig")  # some editors start a file with a byte order mark
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
 
@@ -242,7 +245,7 @@ def _results(path: Path) -> Results:
 
 
 def _results_of(path: Path, text: str) -> Results:
-    """Of a file called `path` that holds `text`."""
+    """Parse `text`, the content of the file `path`: a table of claims or a record."""
     if path.suffix == ".csv":
         try:
             lines = list(csv.DictReader(io.StringIO(text)))
@@ -258,7 +261,7 @@ def _results_of(path: Path, text: str) -> Results:
         )
     record = _parsed(path, text)
     points = record.get("points")
-    if "run_id" in record:  # the same run has the same settings, but for what a bench finds out by itself
+    if "run_id" in record:  # the run_id fixes the settings, except for those that a bench determines by itself
         bench = record if "benchmark" in record else {}
         conditions = bench.get("conditions") if isinstance(bench.get("conditions"), dict) else {}
         options = bench.get("options") if isinstance(bench.get("options"), dict) else {}
@@ -268,7 +271,7 @@ def _results_of(path: Path, text: str) -> Results:
     else:
         settings = {key: value for key, value in record.items() if isinstance(value, str | int)}
         called = str(settings.pop("benchmark", path.stem))
-        if settings.pop("registered", False):  # the buffers of `bench nvme`: another way of measuring
+        if settings.pop("registered", False):  # `bench nvme` with registered buffers is another measurement
             called += ", registered"
     try:
         repeats = dict(_repeats(called, points)) if isinstance(points, list) else {}
@@ -282,7 +285,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
-    """Lists of seconds or of rates, named by the point's other keys."""
+    """Yield the lists of seconds or rates in `points`, each named by the other keys of its point.
+
+    Raises ValueError for values that cannot be a time or a rate.
+    """
     for point in points:
         if isinstance(point, dict):
             plain = [str(value) for value in point.values() if isinstance(value, str | int)]
@@ -297,13 +303,16 @@ def _repeats(called: str, points: list[Any]) -> Iterator[tuple[str, Repeats]]:
 
 
 def _named(key: str) -> str | None:
-    """What a list of seconds under this key adds to the name of its point; None: it is no such list."""
+    """Return the suffix that this key adds to the name of a measurement, or None if the key holds no seconds."""
     return "" if key == "seconds" else key if key.endswith("_s") and not key.endswith("_per_s") else None
 
 
 def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
-    """What both have. Repeats decide by their quartiles: where they overlap, neither is faster. A single value on
-    either side has no spread, so it decides nothing."""
+    """Yield a row for each measurement and claim that both results have.
+
+    Repeats are compared by their quartiles: if the interquartile ranges overlap, neither side is faster. A single value
+    on either side has no spread, so it decides nothing.
+    """
     for name in a.repeats:
         if name in b.repeats:
             rate = a.repeats[name].rate
@@ -324,7 +333,7 @@ def compared(a: Results, b: Results) -> Iterator[dict[str, Any]]:
 
 
 def _other_settings(a: Results, b: Results) -> Iterator[str]:
-    """What the benches of both were set to, where they differ."""
+    """Yield a sentence for each setting of a bench that differs between A and B."""
     for called in sorted(a.settings.keys() & b.settings.keys()):
         mine, theirs = a.settings[called], b.settings[called]
         for key in sorted(mine.keys() & theirs.keys()):
@@ -337,7 +346,7 @@ def _ratio(b: float, a: float) -> float | None:
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """(low, median, high); of one value three times itself, of two and three the extremes."""
+    """Return (low, median, high): the quartiles, or the extremes if there are fewer than four values."""
     if len(values) < 4:
         return min(values), statistics.median(values), max(values)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,8 +1,8 @@
-"""The C++ extension, `memascend._C`: loaded when it is first asked for, or refused in one line that says why.
+"""Loads the C++ extension, `memascend._C`, on first use, or refuses it with a one-line reason.
 
-An extension works with the release of torch (2.13, say) that it was compiled against. With another one the linker
-misses a symbol, or misses nothing and the process crashes later. So the release is compared first; the file holds it as
-text.
+An extension works only with the release of torch (2.13, say) that it was compiled against. With another release the
+linker may report a missing symbol, or loading may succeed and the process crash later. Therefore the release, which
+the extension's file holds as text, is compared first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ BUILT_AGAINST = re.compile(rb"memascend extension built against torch (\d+\.\d+[
 
 
 class NotLoadable(ImportError):
-    """The extension is missing or of another torch; `reason` and `fix` are what its one line says."""
+    """The extension is missing, cannot be loaded, or was built against another torch.
+
+    `reason` and `fix` are the two parts of the message.
+    """
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(f"{reason}; {fix}", name="memascend._C")
@@ -26,9 +29,12 @@ class NotLoadable(ImportError):
 
 
 def load(package: str) -> ModuleType:
-    """The extension of `package`. NotLoadable where it is missing, of another torch, or cannot be loaded."""
+    """Load and return the extension of `package`.
+
+    Raises NotLoadable if it is missing, was built against another torch, or cannot be loaded.
+    """
     try:
-        import torch  # first: it loads the libraries that the extension is linked with
+        import torch  # must come first: it loads the libraries that the extension is linked against
     except ImportError as error:
         reason = f"torch cannot be imported ({' '.join(str(error).split())})"
         raise NotLoadable(reason, "install it: pip install 'torch==2.13.*', or make setup in a checkout") from None
@@ -54,7 +60,7 @@ def load(package: str) -> ModuleType:
 
 
 def built_against(file: Path) -> str | None:
-    """The version of torch that an extension was compiled with; None where the file does not say."""
+    """Return the version of torch that an extension was compiled against, or None if the file does not say."""
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as text:
         found = BUILT_AGAINST.search(text)
         return found[1].decode() if found else None

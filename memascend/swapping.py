@@ -1,9 +1,10 @@
-"""How much of the activations to swap, by LoHan's model of an iteration (its section IV-D). No torch here.
+"""How many bytes of activations to swap, by LoHan's model of an iteration (its section IV-D).
 
-`swapped` (the paper's A_G2M) are bytes that leave the device; what does not is computed again, operator by operator in
-the order of the benefit (Eq. 6). Two things differ from the print: the share on the SSD is never negative (erratum
-L16), and `best` looks at every prefix, where Algorithm 1 stops at the first that is no better and never goes below what
-lies between blocks (erratum L17: with an SSD-bound backward that is at once).
+`swapped` (the paper's A_G2M) is the number of bytes that leave the device; the other activations are recomputed.
+Operators are swapped in decreasing order of their benefit (Eq. 6). Two things differ from the printed model: the share
+on the SSD is never negative (erratum L16), and `best` examines every prefix. Algorithm 1 stops at the first prefix that
+is no better and never goes below the inputs of the blocks (erratum L17: with an SSD-bound backward it stops at once).
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from itertools import pairwise
 from typing import Protocol
 
 GIB = 2**30
-# Of the authors' released script (erratum L18): it swaps until that takes this share of the forward pass, at this rate.
+# The authors' released script (erratum L18) swaps until that takes this share of the forward pass, at this rate.
 RELEASED_SHARE, RELEASED_RATE = 0.3, 18.0 * GIB
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Of all blocks: FLOP to compute it again, and bytes of what it leaves."""
+    """An operator, summed over all blocks: FLOP to recompute it, and bytes of its saved outputs."""
 
     name: str
     flops: float
@@ -28,13 +29,16 @@ class Operator:
 
     @property
     def benefit(self) -> float:
-        """Eq. 6: FLOP that a swapped byte saves."""
+        """FLOP saved per swapped byte (Eq. 6)."""
         return self.flops / self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the profiling stage measures: FLOP/s, bytes/s, and bytes of main memory for activations (MEM_avail)."""
+    """Rates from the profiling stage: `gpu` in FLOP/s, `link`, `read` and `write` in bytes/s.
+
+    `room` is the number of bytes of main memory available for activations (MEM_avail).
+    """
 
     gpu: float
     link: float
@@ -44,18 +48,18 @@ class Rates:
 
 
 class Traffic(Protocol):
-    """What an iteration moves and computes, in bytes and FLOP. `weights`: read in forward, and again in backward."""
+    """Traffic in bytes and work in FLOP of one iteration. `weights` are read in forward and again in backward."""
 
     @property
     def layers(self) -> int: ...
 
     @property
     def gpus(self) -> int:
-        """That share SSDs and memory."""
+        """Number of GPUs that share SSDs and main memory."""
 
     @property
     def between_blocks(self) -> float:
-        """Inputs of all blocks, which are always swapped."""
+        """Bytes of the inputs of all blocks, which are always swapped."""
 
     @property
     def all_activations(self) -> float: ...
@@ -65,7 +69,7 @@ class Traffic(Protocol):
 
     @property
     def block_flops(self) -> float:
-        """Of forward, what is computed again where nothing but the inputs is swapped."""
+        """The part of the forward FLOP that is recomputed if only the inputs of the blocks are swapped."""
 
     @property
     def weights(self) -> float: ...
@@ -80,11 +84,11 @@ class Traffic(Protocol):
     def update_written(self) -> float: ...
 
     def operators(self) -> list[Operator]:
-        """By benefit, the largest first."""
+        """Return the operators by benefit, the largest first."""
 
 
 def recomputed_flops(step: Traffic, swapped: float) -> float:
-    """Eq. 7: piecewise linear in what is swapped beyond A_interBlock."""
+    """Return the recomputed FLOP (Eq. 7), piecewise linear in the bytes swapped beyond A_interBlock."""
     flops, left = step.block_flops, swapped - step.between_blocks
     for each in step.operators():
         share = min(1.0, max(0.0, left / each.nbytes))
@@ -94,7 +98,7 @@ def recomputed_flops(step: Traffic, swapped: float) -> float:
 
 
 def slope(step: Traffic, swapped: float) -> float:
-    """Eq. 8: minus the benefit of the operator that is swapped next."""
+    """Return the slope of `recomputed_flops` (Eq. 8): minus the benefit of the operator that is swapped next."""
     at = step.between_blocks
     for each in step.operators():
         at += each.nbytes
@@ -104,12 +108,12 @@ def slope(step: Traffic, swapped: float) -> float:
 
 
 def on_ssd(swapped: float, room: float) -> float:
-    """Eq. 3: alpha A, not below zero."""
+    """Return the bytes of swapped activations that spill to the SSD (Eq. 3: alpha A), at least zero."""
     return max(0.0, swapped - room)
 
 
 def forward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, float]:
-    """Eqs. 2 and 4: seconds of the GPU, GPU to memory, memory to GPU, SSDs; the longest is T_f."""
+    """Return the forward seconds of each resource (Eqs. 2 and 4); the largest is T_f."""
     spilled = on_ssd(step.gpus * swapped, rates.room)
     return {
         "GPU": step.forward_flops / rates.gpu,
@@ -120,7 +124,7 @@ def forward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, floa
 
 
 def backward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, float]:
-    """Eq. 5: the optimizer's traffic is in it; the longest is T_b."""
+    """Return the backward seconds of each resource, optimizer traffic included (Eq. 5); the largest is T_b."""
     spilled = on_ssd(step.gpus * swapped, rates.room)
     return {
         "GPU": (2.0 * step.forward_flops + recomputed_flops(step, swapped)) / rates.gpu,
@@ -131,12 +135,12 @@ def backward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, flo
 
 
 def iteration_s(step: Traffic, rates: Rates, swapped: float) -> float:
-    """Eq. 1."""
+    """Return the seconds of one iteration, T_f + T_b (Eq. 1)."""
     return max(forward_terms(step, rates, swapped).values()) + max(backward_terms(step, rates, swapped).values())
 
 
 def prefixes(step: Traffic) -> list[float]:
-    """Bytes swapped after each block's operator, from A_interBlock to A_all."""
+    """Return the swapped bytes after each operator of each block, from A_interBlock to A_all."""
     found = [step.between_blocks]
     for each in step.operators():
         begin = found[-1]
@@ -145,7 +149,10 @@ def prefixes(step: Traffic) -> list[float]:
 
 
 def algorithm_1(step: Traffic, rates: Rates) -> float:
-    """Bytes that Algorithm 1 swaps: it stops at the first prefix that is no better, not below A_interBlock."""
+    """Return the bytes that Algorithm 1 swaps: it stops at the first prefix that is no better than the previous one.
+
+    The result is at least A_interBlock.
+    """
     chosen, least = step.between_blocks, float("inf")
     for swapped in prefixes(step):
         seconds = iteration_s(step, rates, swapped)
@@ -156,12 +163,12 @@ def algorithm_1(step: Traffic, rates: Rates) -> float:
 
 
 def best(step: Traffic, rates: Rates) -> float:
-    """The least volume among those with the shortest iteration."""
+    """Return the smallest volume among the prefixes with the shortest iteration."""
     return min(prefixes(step), key=lambda swapped: (iteration_s(step, rates, swapped), swapped))
 
 
 def released(step: Traffic, rates: Rates) -> float:
-    """What the authors' released script would swap, which looks at the forward pass alone (erratum L18)."""
+    """Return the bytes that the authors' released script would swap, considering only forward (erratum L18)."""
     most = RELEASED_SHARE * step.forward_flops / rates.gpu * RELEASED_RATE
     return max((swapped for swapped in prefixes(step) if swapped <= most), default=step.between_blocks)
 
@@ -170,13 +177,15 @@ RULES: dict[str, Callable[[Traffic, Rates], float]] = {"best": best, "algorithm 
 
 
 def case(step: Traffic, rates: Rates) -> int:
-    """1: the time only grows with what is swapped; 2: it only falls; 3: it has its minimum in between."""
+    """Return the case of the model: 1 if the time only grows with the swapped bytes, 2 if it only falls, 3 if its
+    minimum is in between."""
     chosen = best(step, rates)
     return 1 if chosen == step.between_blocks else 2 if chosen >= step.all_activations * (1 - 1e-9) else 3
 
 
 def is_convex(step: Traffic, rates: Rates) -> bool:
-    """Whether the iteration time is, over all prefixes: where not, the first minimum need not be the least."""
+    """Return whether the iteration time is convex over all prefixes; if not, the first minimum may not be the global
+    one."""
     points = [(swapped, iteration_s(step, rates, swapped)) for swapped in prefixes(step)]
     slopes = [(t1 - t0) / (a1 - a0) for (a0, t0), (a1, t1) in pairwise(points) if a1 > a0]
     return all(later >= earlier - 1e-9 * abs(earlier) - 1e-18 for earlier, later in pairwise(slopes))

@@ -1,7 +1,7 @@
-"""The systems that can be planned, simulated and trained, found by entry point: the library imports none of them.
+"""The systems that can be planned, simulated and trained; they are found by entry point, never imported directly.
 
-A system is a folder that owns everything about it, in `baselines/` of this repository, which is the package
-`memascend.baselines`; its `protocol` lists them. No torch here.
+A system is a folder that owns everything about it. The systems of this repository are in `baselines/`, which is the
+package `memascend.baselines`; its `protocol` lists them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REINSTALL = "reinstall: make setup in a checkout, or install memascend again"
 
 
 class System(Protocol):
-    """What the library asks of a system; `memascend.baselines.protocol` has what systems on DeepSpeed share."""
+    """Interface of a system; `memascend.baselines.protocol` holds the code that systems on DeepSpeed share."""
 
     name: str
     label: str
@@ -26,28 +26,28 @@ class System(Protocol):
 
     @property
     def arms(self) -> Mapping[str, Arrangement]:
-        """Named variants; the first is the default."""
+        """Named variants of the system; the first is the default."""
 
     def footprint(self, build: Any) -> None:
-        """Book every buffer of one rank at the worst instant of a step, by the classes that a run uses.
+        """Book every buffer of one rank at the peak of a step, using the classes that a run uses.
 
         `build` is a `memascend.planner.footprint.RankFootprint`.
         """
 
     def schedule(self, step: Any) -> None:
-        """Add the tasks of one optimizer step: what works on what, which buffers it takes, what waits for what.
+        """Add the tasks of one optimizer step with their work, their buffers and their dependencies.
 
         `step` is a `memascend.planner.step.Step`.
         """
 
     def defaults(self, arm: str) -> Mapping[str, Any]:
-        """Keys of a training's configuration that an arm takes where the user names none."""
+        """Return the training configuration keys that an arm uses unless the user sets them."""
 
     def refuse(self, config: Any) -> None:
-        """ValueError, in one line, for keys of a `memascend.training.config.TrainConfig` that it cannot follow."""
+        """Raise a one-line ValueError for keys of a `memascend.training.config.TrainConfig` that it cannot honour."""
 
     def trainer(self, config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Any:
-        """How it really trains: a `memascend.training.backends.Setup`, a backend with its settings.
+        """Return a `memascend.training.backends.Setup`, the backend with its settings that runs the real training.
 
         `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files.
         """
@@ -55,7 +55,10 @@ class System(Protocol):
 
 @functools.cache
 def provider() -> Any:
-    """The module that lists and loads systems, looked up once; ValueError where none is installed."""
+    """Return the module that lists and loads systems, looked up once.
+
+    Raises ValueError if none is installed or it cannot be imported.
+    """
     found = list(importlib.metadata.entry_points(group=GROUP))
     if not found:
         raise ValueError(f"no systems are installed (entry point {GROUP}); {_REINSTALL}")
@@ -66,18 +69,18 @@ def provider() -> Any:
 
 
 def names() -> list[str]:
-    """Every system, in the order in which they are shown."""
+    """Return the names of all systems, in the order in which they are shown."""
     return list(provider().system_names())
 
 
 def load(name: str, arm: str | None = None) -> System:
-    """The system called `name`. Raises ValueError, in one line, for an unknown system or arm."""
+    """Return the system called `name`. Raises a one-line ValueError for an unknown system or arm."""
     system: System = provider().load_system(name, arm)
     return system
 
 
 def require_states(name: str, arm: str | None, states: str, dtype: str) -> None:
-    """ValueError, in one line, for 8-bit moments where the system, or weights of this type, cannot have them."""
+    """Raise a one-line ValueError if 8-bit moments are requested and the system or the weights' dtype excludes them."""
     if states != "int8":
         return
     if not arrangement(name, arm).int8_states:
@@ -94,7 +97,7 @@ def require_states(name: str, arm: str | None, states: str, dtype: str) -> None:
 
 
 def require_versions(name: str, versions: str) -> None:
-    """ValueError, in one line, for versions of the states where the system keeps none."""
+    """Raise a one-line ValueError if versions of the states are requested and the system keeps none."""
     if versions != "auto" and not hasattr(load(name), "stored_in"):
         raise ValueError(
             f"state_versions {versions!r}: system {name!r} keeps no versions of its states: remove it, or use --system "
@@ -103,7 +106,7 @@ def require_versions(name: str, versions: str) -> None:
 
 
 def require_kept_states(name: str, checkpoints: str) -> None:
-    """ValueError, in one line, where a run with less than full checkpoints could not go on."""
+    """Raise a one-line ValueError if checkpoints are not full and the system's states do not outlive the run."""
     if checkpoints == "full":
         return
     if not hasattr(load(name), "stored_in"):
@@ -118,15 +121,15 @@ def default_arm(name: str) -> str:
 
 
 def own_defaults(name: str, arm: str | None) -> Mapping[str, Any]:
-    """Keys of a training's configuration that an arm takes where the user names none. Raises as `load` does."""
+    """Return the training configuration keys that an arm uses unless the user sets them. Raises as `load` does."""
     return load(name, arm).defaults(arm_of(name, arm))
 
 
 def arm_of(name: str, arm: str | None) -> str:
-    """The arm itself, or the system's default. Raises ValueError for an unknown system or arm."""
+    """Return `arm`, or the system's default if it is None. Raises ValueError for an unknown system or arm."""
     return arm if arm is not None and load(name, arm) else default_arm(name)
 
 
 def arrangement(name: str, arm: str | None = None) -> Arrangement:
-    """Of an arm, or of the system's default one. Raises ValueError, in one line, for what is unknown."""
+    """Return the arrangement of an arm (None: the default one). Raises a one-line ValueError for unknown names."""
     return load(name, arm).arms[arm_of(name, arm)]

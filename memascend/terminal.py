@@ -1,8 +1,8 @@
-"""What is printed of names and texts that others chose."""
+"""Safe printing of names and texts from outside the program."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """With escapes in place of what a terminal would obey: a name in a file can hold its control sequences."""
+    """Return `text` with unprintable characters escaped, since a name in a file can hold terminal control sequences."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

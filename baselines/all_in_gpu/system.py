@@ -1,4 +1,4 @@
-"""Plain training with everything in GPU memory: what the papers' memory tables begin with."""
+"""Plain training with everything in GPU memory, the first row of the papers' memory tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Host buffers of Colossal-AI: 6 bytes per parameter, and the moments of two tensors on their way.
+"""Host buffers of Colossal-AI: 6 bytes per parameter, and the moments of two tensors in flight.
 
-Gemini keeps parameters in chunks: those in 16 bits, which gradients are written over, and fp32 masters. Its NVMe
-offload is of the two moments alone (colossalai.org, "NVMe offload": 8N), which the optimizer takes tensor by
-tensor, the next one read while one is updated. A chunk's padding depends on a search whose result is not printed.
+Gemini keeps parameters in chunks: 16-bit ones, which gradients overwrite, and fp32 masters. Its NVMe offload covers
+only the two moments (colossalai.org, "NVMe offload": 8N). The optimizer processes them tensor by tensor and reads the
+next one during an update. The padding of chunks depends on a search whose result is not published.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from memascend.memory.classes import MASTERS
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
 
-_ON_THEIR_WAY = 2  # tensors: one that is updated, one that is read ahead
+_ON_THEIR_WAY = 2  # tensors in flight: one being updated, one being read ahead
 _MOMENTS = 2
 
 

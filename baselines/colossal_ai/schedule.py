@@ -1,12 +1,12 @@
-"""A step of Colossal-AI: weights come from host memory, and the optimizer follows backward, its moments on the SSD.
+"""Schedule of a step of Colossal-AI: weights in host memory, moments on the SSD, the optimizer after backward.
 
     PCIe   |   weights down           |   weights down, gradients up   |
     GPU    |     products             |     recompute, backward        |
     CPU    |                          |                                |  AdamW 0 | AdamW 1 | ...
     SSD    |                          |                         read 0 |  read 1  | write 0, read 2 | ...
 
-Its documentation of NVMe offload calls the update pipelined: read, compute and offload of three tensors side by side.
-What its runtime takes besides is not printed, and not in it.
+Its documentation of NVMe offload calls the update pipelined: reading, computing and offloading of three tensors
+overlap. The overhead of its runtime is not published, and not modelled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memascend.planner.step import Step
 
 _SLOTS = "moments on their way"
-_IN_FLIGHT = 3  # tensors: one that is read, one that is updated, one that is written
+_IN_FLIGHT = 3  # tensors: one being read, one being updated, one being written
 _MOMENTS = 2
 
 
@@ -28,7 +28,10 @@ def schedule(step: Step) -> None:
 
 
 def optimizer(step: Step, after: str) -> str:
-    """Piece by piece: the moments are read, the masters in host memory updated, the moments written."""
+    """Add the update, piece by piece: read the moments, update the masters in host memory, write the moments.
+
+    Returns the name of the last task.
+    """
     slots = step.pool(_SLOTS, _IN_FLIGHT)
     nbytes = _MOMENTS * step.state_bytes * step.work.spec.parameters
     step.store("moments", nbytes)

@@ -1,4 +1,4 @@
-"""Colossal-AI with Gemini and NVMe offload, as LoHan compares with it: planned and simulated, not run."""
+"""Colossal-AI with Gemini and NVMe offload, as in LoHan's comparison; it is planned and simulated, not run."""
 
 from __future__ import annotations
 

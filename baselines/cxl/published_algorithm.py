@@ -1,8 +1,8 @@
-"""Algorithm 1 of CXL-aware allocation, line by line, and what it comes to when it is carried out.
+"""Algorithm 1 of CXL-aware allocation, line by line as printed, and the allocation that results from it.
 
 It contradicts the paper's own scenarios 1 and 2 (erratum X4: an item stays in DRAM while it fits, whatever its level)
-and itself (X5: the even ratio ignores what is left of DRAM, DRAM counts as full after the first item that is divided,
-and the capacity of CXL is an input that nothing reads). `memascend.memory.latency_first` is the one without these.
+and itself (X5: the even ratio ignores the free DRAM, DRAM counts as full after the first divided item, and the capacity
+of CXL is an unused input). `memascend.memory.latency_first` is an algorithm without these faults.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PURE_LOCAL, LOCAL_CXL, PURE_CXL = "pure_local", "local_cxl", "pure_cxl"
 
 @dataclass(frozen=True)
 class Published:
-    """A policy and its interleave ratio: of DRAM, then of each card."""
+    """A policy and its interleave ratio, with DRAM first, then each card."""
 
     policy: str
     ratio: tuple[int, ...]
@@ -24,7 +24,10 @@ class Published:
 def algorithm_1(
     s_local: int, s_cxl: int, num_cxl: int, group_items_sizes: Mapping[int, Sequence[int]]
 ) -> dict[str, Published]:
-    """As printed, names and all; `s_cxl` is not used there either. Sizes in bytes, levels from 1 to 4."""
+    """Return the policy of each item according to Algorithm 1, with the names of the paper.
+
+    Sizes are in bytes, levels go from 1 to 4. `s_cxl` is not used in the paper either.
+    """
     del s_cxl
     remain = s_local
     allocations: dict[str, Published] = {}
@@ -43,7 +46,7 @@ def algorithm_1(
 
 
 def bytes_by_node(size: int, published: Published) -> dict[int, int]:
-    """What an item of `size` bytes puts on each node when its ratio is carried out: 0 is DRAM, cards from 1."""
+    """Return the bytes on each node of an item of `size` bytes divided by its ratio; node 0 is DRAM, cards follow."""
     total = sum(published.ratio)
     shares = {node: size * part // total for node, part in enumerate(published.ratio) if part}
     last = max(shares)
@@ -53,7 +56,7 @@ def bytes_by_node(size: int, published: Published) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Overfull:
-    """A node that the algorithm gives more than it has, in bytes."""
+    """A node to which the algorithm assigns more bytes than it has."""
 
     node: int
     given: int
@@ -63,7 +66,10 @@ class Overfull:
 def carried_out(
     rooms: Sequence[int], group_items_sizes: Mapping[int, Sequence[int]]
 ) -> tuple[dict[str, dict[int, int]], list[Overfull]]:
-    """Bytes by item and node of algorithm 1 on DRAM (`rooms[0]`) and cards, and the nodes that it overfills."""
+    """Apply Algorithm 1 to DRAM of `rooms[0]` bytes and cards of `rooms[1:]` bytes.
+
+    Returns the bytes by item and node, and the overfull nodes.
+    """
     allocations = algorithm_1(rooms[0], sum(rooms[1:]), len(rooms) - 1, group_items_sizes)
     sizes = {
         f"level_{level}_item_{index}": size

@@ -1,8 +1,8 @@
 """The three allocation examples of CXL-aware allocation (IV-B3, Figs. 10 to 12), by each algorithm and by the text.
 
-The paper gives no sizes; these are its own experiments': Table I's bytes for a model of P parameters and one GPU on
-128 GiB of DRAM and the cards of Table II. Its text for scenarios 1 and 2 (all of levels 2 to 4 on the cards) is neither
-algorithm's result where DRAM has room (erratum X4), so it is a third one.
+The paper gives no sizes for them. The sizes here are those of its experiments: Table I's bytes for a model of P
+parameters and one GPU, on 128 GiB of DRAM and the cards of Table II. The text of scenarios 1 and 2 puts all of levels 2
+to 4 on the cards; if DRAM has free space, neither algorithm does that (erratum X4), so the text is a third variant.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from memascend.memory.latency_first import Item, Room, divide, latency_first
 GIB = 2**30
 QWEN25_7B, NEMO_12B = 7_615_616_512, 12_247_782_400  # parameters
 AS_TEXT, AS_PUBLISHED, OURS = "text", "as published", "default"
-DRAM_GB_PER_S, CARD_GB_PER_S = 120.0, 27.0  # what STEP reaches (erratum X3: 109 to 133, and 26.3 to 28.1 a card)
+DRAM_GB_PER_S, CARD_GB_PER_S = 120.0, 27.0  # reached in STEP (erratum X3: 109 to 133, and 26.3 to 28.1 per card)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A figure: its machine and what a step holds. `rooms` in bytes, DRAM first."""
+    """The machine and the data of one figure; `rooms` are the capacities of the nodes in bytes, DRAM first."""
 
     exhibit: str
     name: str
@@ -39,7 +39,10 @@ class Scenario:
     activation_bytes: int
 
     def published_items(self) -> dict[str, int]:
-        """Table I, in the order of Algorithm 1's levels: parameters, gradients, states; then 16-bit P, A and G."""
+        """Return the bytes of the items of Table I, in the order of Algorithm 1's levels.
+
+        They are fp32 parameters, gradients and optimizer states, then 16-bit parameters, activations and gradients.
+        """
         p = self.parameters
         return {
             "fp32 P": 4 * p, "fp32 G": 4 * p, "fp32 O": 8 * p,
@@ -55,7 +58,7 @@ CLASSES_OF = {
 
 
 def checkpoints(batch: int, context: int, layers: int, hidden: int) -> int:
-    """Table I: bytes of one GPU's checkpointed activations."""
+    """Return the bytes of one GPU's checkpointed activations (Table I)."""
     return 2 * batch * context * layers * hidden
 
 
@@ -68,7 +71,7 @@ SCENARIOS = (
 
 
 def allocation(scenario: Scenario, algorithm: str) -> dict[str, dict[int, int]]:
-    """Bytes by item of Table I and node: 0 is DRAM, cards from 1."""
+    """Return the bytes by item of Table I and node; node 0 is DRAM, cards follow."""
     items = scenario.published_items()
     if algorithm == AS_PUBLISHED:
         return by_algorithm_1(items, scenario.rooms)
@@ -82,7 +85,7 @@ def allocation(scenario: Scenario, algorithm: str) -> dict[str, dict[int, int]]:
 
 
 def by_algorithm_1(items: Mapping[str, int], rooms: Sequence[int]) -> dict[str, dict[int, int]]:
-    """Bytes by item of Table I and node as Algorithm 1 is printed, carried out whether or not a node has the room."""
+    """Return the bytes by item of Table I and node according to Algorithm 1 as printed, ignoring overfull nodes."""
     groups: dict[int, list[str]] = {}
     for name in items:
         groups.setdefault(_LEVEL_OF[name], []).append(name)
@@ -103,7 +106,8 @@ def _default(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, in
 
 
 def _as_the_text_says(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, int]]:
-    """Level 1 in DRAM, what it has no room for over DRAM's rest and the cards; all other levels on the cards."""
+    """Return the allocation of the text: level 1 in DRAM, or divided over the remaining DRAM and the cards if it does
+    not fit; all other levels on the cards."""
     left = {room.node: room.nbytes for room in rooms}
     placed = {}
     for name, size in items.items():
@@ -120,6 +124,6 @@ def _as_the_text_says(items: dict[str, int], rooms: list[Room]) -> dict[str, dic
 
 
 def overfull(scenario: Scenario, placed: dict[str, dict[int, int]]) -> dict[int, int]:
-    """Bytes beyond what a node has, by node."""
+    """Return, for each overfull node, the bytes in excess of its capacity."""
     given = {node: sum(shares.get(node, 0) for shares in placed.values()) for node in range(len(scenario.rooms))}
     return {node: given[node] - has for node, has in enumerate(scenario.rooms) if given[node] > has}

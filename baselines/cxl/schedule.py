@@ -1,13 +1,13 @@
-"""A step with host memory on several nodes: ZeRO-Offload whose transfers and updates load the node that holds the data.
+"""Schedule of a step with host memory on several nodes: ZeRO-Offload, with the load on the node that holds the data.
 
-    DRAM     masters, moments, gradients: what the CPU computes on            (level 1, first into near memory)
-    cards    weights and activations: what the GPU fetches and stores, at the rate of its link (levels 2 to 4)
+    DRAM     masters, moments, gradients: data of the CPU's computation       (level 1, first into near memory)
+    cards    weights and activations: data that the GPU fetches and stores, at the rate of its link (levels 2 to 4)
 
-Latency first puts the levels in that order while DRAM has room (its section IV-B), as printed (`as_published`, which
-may put more on a node than it has: erratum X5) or within every capacity; `naive` interleaves every page over all nodes,
-so that half of the optimizer's bytes and half of the GPU's come from a card; `baseline` has DRAM alone. Two things that
-the paper found follow from the nodes' rates: AdamW waits for the slower node of what it streams (Fig. 5), and two GPUs
-that fetch from one card share its link (Fig. 6). Latency itself is not in it: large transfers hide it.
+Latency first fills DRAM with the levels in that order (its section IV-B), either as printed (`as_published`, which may
+overfill a node: erratum X5) or within all capacities. `naive` interleaves every page over all nodes, so with one card
+half of the optimizer's bytes and half of the GPU's come from it. `baseline` uses DRAM only. Two findings of the paper
+follow from the nodes' rates: AdamW waits for the slower node of its data (Fig. 5), and two GPUs that fetch from one
+card share its link (Fig. 6). Latency itself is not modelled, since large transfers hide it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def schedule(step: Step) -> None:
 
 
 def update(step: Step) -> dict[str, float]:
-    """What AdamW loads: of each parameter masters and moments read and written, gradients read (28 bytes with fp32
-    states), from where they lie; the 16-bit copy of the weights is not counted, as in the paper's Fig. 5."""
+    """Return the work of AdamW by resource: its traffic on each node, and its own CPU time.
+
+    For each parameter, master and moments are read and written and the gradient is read (28 bytes with fp32 states).
+    As in the paper's Fig. 5, the 16-bit copy of the weights is not counted.
+    """
     costs, each = step.costs, step.work.spec.parameters * step.state_bytes
     moved = step.memory(master_weights=2 * each, momentum=2 * each, variance=2 * each, gradients=each)
     on_cards = costs.adam_card_efficiency or costs.adam_memory_efficiency
@@ -46,7 +49,10 @@ def update(step: Step) -> dict[str, float]:
 
 
 def shares_of(step: Step) -> Shares:
-    """Where each class of tensors lies, by the arm's policy. MemoryError where the nodes do not hold them all."""
+    """Return the share of each class of tensors on each node, by the arm's policy.
+
+    Raises MemoryError if the tensors do not fit on the nodes.
+    """
     described = list(step.machine.described.get("memory_nodes", [])) if step.machine is not None else []
     sizes = class_bytes(step)
     if step.work.arm_name == "baseline" or len(described) < 2:
@@ -84,8 +90,11 @@ def shares_of(step: Step) -> Shares:
 
 
 def class_bytes(step: Step) -> dict[str, int]:
-    """Table I, of all ranks together: 16 bytes per parameter that the CPU computes on (masters, moments, gradients),
-    weights and arriving gradients in 16 bits, activation checkpoints."""
+    """Return the bytes of each class for all ranks together (Table I).
+
+    The CPU computes on 16 bytes per parameter (masters, moments, gradients). In addition there are 16-bit weights and
+    arriving gradients, and activation checkpoints.
+    """
     numel, state = step.work.spec.parameters, step.state_bytes
     kept = step.work.ranks * sum(piece.checkpoint_bytes for piece in step.pieces)
     weights = sum(piece.weight_bytes for piece in step.pieces)

@@ -1,4 +1,4 @@
-"""CXL-aware allocation: ZeRO-Offload whose host buffers lie, class by class, on the nodes that a policy names."""
+"""CXL-aware allocation: ZeRO-Offload whose host buffers are placed, by class, on the nodes that a policy chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from memascend.arrangements import Arrangement, arrangement_of_parts
 from memascend.baselines.cxl.schedule import schedule
 from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_offload, zero3_config
 
-# Our pinned memory, which is placed, on ZeRO-Offload; nothing else of ours. The check is DeepSpeed's own.
+# ZeRO-Offload with our pinned memory, which can be placed on nodes, and no other part of ours; the overflow check is
+# DeepSpeed's own.
 _PLACED = {"pinned": "exact", "pool": "stock", "overflow": "stock", "aio": "file"}
 
 

@@ -1,4 +1,4 @@
-"""FlashNeuron as LoHan compares with it: activations on the SSD, model states on the GPU. Planned, not simulated."""
+"""FlashNeuron as in LoHan's comparison: activations on the SSD, model states on the GPU; planned, not simulated."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A step with everything on the device: products alone. Its optimizer is left out: no testbed says how fast its GPU's
-memory is, and a step of a model that fits spends little on it.
+"""Schedule of a step with everything on the device, which consists of the matrix products only.
+
+The optimizer is left out: no testbed states the bandwidth of its GPU's memory, and a step of a model that fits spends
+little time on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain PyTorch in memory: the reference of every other system."""
+"""Plain PyTorch in memory, the reference for every other system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARMS = {
 
 
 class InMemory(PlannedSystem):
-    """One process; what a GPU would hold lies on the device."""
+    """Training in one process, with everything that a GPU would hold on the device."""
 
     def refuse(self, config: TrainConfig) -> None:
         if config.ranks > 1:

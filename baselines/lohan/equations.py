@@ -1,10 +1,10 @@
-"""LoHan's own model of an iteration: Eqs. 1 to 8 and Algorithm 1, line by line (its section IV-D). No simulator in it.
+"""LoHan's own model of an iteration: Eqs. 1 to 8 and Algorithm 1, line by line (its section IV-D), without a simulator.
 
-A step of a GPT of L layers, width h, batch b, context s and vocabulary V: P = 12 L h^2 + V h parameters,
-A_all = 34 s b h L bytes of activations, of which A_interBlock = 2 s b h L between blocks. `swapped` (A_G2M) are
-bytes that leave the GPU; what does not is computed again, operator by operator in the order of the benefit (Eq. 6).
-The equations themselves are the library's
-(`memascend.swapping`), which decides by them in a run.
+A step of a GPT of L layers, width h, batch b, context s and vocabulary V has P = 12 L h^2 + V h parameters and
+A_all = 34 s b h L bytes of activations, of which A_interBlock = 2 s b h L are between blocks. `swapped` (A_G2M) is the
+number of bytes that leave the GPU; the other activations are recomputed, and operators are swapped in decreasing order
+of their benefit (Eq. 6). The equations are implemented in the library (`memascend.swapping`), which also uses them to
+decide in a run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Net:
-    """A model of Table IV and the batch of one GPU; `gpus` of them share SSDs and memory (in the paper one)."""
+    """A model of Table IV and the batch of one GPU; `gpus` GPUs share SSDs and memory (in the paper one)."""
 
     layers: int
     hidden: int
@@ -101,7 +101,10 @@ class Net:
         return self.block_flops + 2.0 * self.tokens * self.hidden * self.vocab
 
     def operators(self) -> list[Operator]:
-        """Of all blocks together, by benefit; the input of each block, which is always swapped, is not among them."""
+        """Return the operators, summed over all blocks, in decreasing order of benefit.
+
+        The inputs of blocks, which are always swapped, are not included.
+        """
         width, unit = self.hidden, self.tokens * self.hidden * self.layers
         found = [
             Operator("fc2", 8.0 * unit * width, 2.0 * unit),
@@ -114,21 +117,22 @@ class Net:
         return sorted(found, key=lambda each: -each.benefit)
 
     def recomputed_flops(self, swapped: float) -> float:
-        """Eq. 7."""
+        """Return the recomputed FLOP (Eq. 7)."""
         return swapping.recomputed_flops(self, swapped)
 
     def slope(self, swapped: float) -> float:
-        """Eq. 8."""
+        """Return the slope of `recomputed_flops` (Eq. 8)."""
         return swapping.slope(self, swapped)
 
     def reported_tflops(self, seconds: float) -> float:
-        """As the paper's TFLOPS count (inferred, erratum L21): a whole recomputation, whatever was swapped."""
+        """Return TFLOPS as the paper counts them (inferred, erratum L21): with full recomputation, whatever was
+        swapped."""
         share = 1 + self.context / (6 * self.hidden) + self.vocab / (16 * self.layers * self.hidden)
         return 96.0 * self.tokens * self.layers * self.hidden**2 * share / seconds / 1e12
 
 
 class DiT(Net):
-    """A diffusion transformer of Table VI: 18 L h^2 parameters, of which 6 L h^2 modulate an image, not a token."""
+    """A diffusion transformer of Table VI: 18 L h^2 parameters; 6 L h^2 of them modulate an image, not a token."""
 
     @property
     def parameters(self) -> float:
@@ -139,11 +143,12 @@ POLICIES = ("LoHan+Optimized", "LoHan+G10", "LoHan+ZeRO", "LoHan+Cap", "LoHan+CM
 
 
 def policy_bytes(policy: str, net: Net, rates: Rates) -> float | None:
-    """What the activation policies of Fig. 9a swap; None where one fails. Simulated from their descriptions alone.
+    """Return the bytes that an activation policy of Fig. 9a swaps, or None if it fails for lack of main memory.
 
-    `LoHan+ZeRO`: between blocks, to main memory. `LoHan+Cap`: to main memory, as much as the GPU's forward hides.
-    `LoHan+CM`: to main memory, the volume with the shortest time of GPU and link, the model states' traffic unseen.
-    `LoHan+G10`: everything, to the SSDs if need be.
+    The policies follow their descriptions only. `LoHan+ZeRO` swaps the inputs of blocks to main memory; `LoHan+Cap`
+    swaps to main memory as much as the GPU's forward pass hides; `LoHan+CM` swaps to main memory the volume with the
+    shortest time of GPU and link, ignoring the traffic of model states; `LoHan+G10` swaps everything, to the SSDs if
+    necessary. Raises ValueError for an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")

@@ -1,4 +1,4 @@
-"""Host buffers of the streaming engine, made by its own class over the plan's counting allocator."""
+"""Host buffers of the streaming engine, created by its own class with the plan's counting allocator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def footprint(build: RankFootprint) -> None:
-    """A few slots each for weights, states, inputs of blocks, and gradients that wait; a buffer for saves."""
+    """Book the engine's buffers: a few slots each for weights, states, block inputs and waiting gradients; one buffer
+    for saves."""
     from memascend.baselines.lohan.run import run_of
     from memascend.engine.buffers import EngineBuffers
     from memascend.storage.direct_engine import DirectEngineConfig
@@ -29,7 +30,7 @@ def footprint(build: RankFootprint) -> None:
     if run.inputs_wait:
         buffers.need_checkpoints(run.input_numel, build.dtype)
     swaps = work.stack.checkpointing == "ssd" or work.arm_name in SWAPPING_ARMS
-    engines = 1 + run.has_auxiliary_file + swaps  # of the states, of what waits, and of what is swapped
+    engines = 1 + run.has_auxiliary_file + swaps  # for states, waiting tensors, and swapped activations
     for _ in range(engines if work.sizes.bounce_buffers else 0):
         config = DirectEngineConfig()
         for _ in range(config.workers):

@@ -1,4 +1,4 @@
-"""Arms of LoHan, and a workload's options of the streaming engine."""
+"""Arms of LoHan, and the streaming engine's options for a workload."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from memascend.planner.workload import Workload
 
 SWAPPING_ARMS = {"as_published": "algorithm 1", "released": "released"}
-VERSIONS = 2  # of weights and states on the SSD, so that a kill loses nothing but the current step
+VERSIONS = 2  # of weights and states on the SSD, so that a kill loses only the current step
 _WAYS = {"auto": None, "two": VERSIONS, "one": 1, "checkpoint": 1}
 
 
 def options_of(work: Workload) -> EngineOptions:
-    """As the backend of `memascend train` makes them."""
+    """Return the engine options that the backend of `memascend train` uses for this workload."""
     from memascend.engine.options import CHECKPOINTS, EngineOptions
     from memascend.planner.footprint import TORCH_DTYPES
 
@@ -34,7 +34,7 @@ def options_of(work: Workload) -> EngineOptions:
 
 
 def step_options(work: Workload) -> EngineOptions:
-    """Of a step that is not clipped."""
+    """Return the engine options of a step that is not clipped."""
     from memascend.engine.speculation import as_they_come
     from memascend.planner.footprint import TORCH_DTYPES
 

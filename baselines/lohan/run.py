@@ -1,6 +1,6 @@
-"""A workload as the streaming engine would train it: its options, its layout, what a step moves and the folder takes.
+"""A workload as the streaming engine would train it: options, layout, traffic of a step, and size of the folder.
 
-By the engine's own modules (`memascend.engine.layout`, `.traffic`), so that a plan and a run count alike.
+It uses the engine's own modules (`memascend.engine.layout`, `.traffic`), so that a plan and a run agree.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """`uses`: of the matrices that come by slices."""
+    """The layout and engine options of a run; `uses` says how the matrices that are cut into slices are used."""
 
     layout: Layout
     uses: dict[str, MatrixUse]
     options: EngineOptions
-    input_numel: int  # of a block's input
+    input_numel: int  # elements of a block's input
 
     @property
     def speculates(self) -> bool:
-        """Whether gradients need not wait for their norm while few steps are clipped."""
+        """Whether gradients can be used before their norm is known as long as few steps are clipped."""
         return as_they_come(self.options, self.layout.weights) is not None
 
     @property
     def break_even(self) -> float:
-        """The share of clipped steps from which on they wait."""
+        """Fraction of clipped steps from which on gradients wait for their norm."""
         return break_even(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
 
     def traffic(self, *, waiting: bool = False) -> Traffic:
-        """Of a steady step that is not clipped, with what `memascend train` keeps with each. `waiting`: for its norm,
-        also where that need not be."""
+        """Return the traffic of a step without clipping, in the steady state.
+
+        It includes the facts that `memascend train` stores with each step. With `waiting`, gradients wait for their
+        norm even if that is not necessary.
+        """
         options = None if waiting else as_they_come(self.options, self.layout.weights)
         size = {"input_numel": self.input_numel, "uses": self.uses, "facts_bytes": _facts_bytes()}
         return step_traffic(self.layout, options or self.options, **size)
@@ -72,19 +75,19 @@ class PlannedRun:
 
     @property
     def has_auxiliary_file(self) -> bool:
-        """Whether anything waits that is not in the states' own file."""
+        """Whether waiting tensors need a file in addition to that of the states."""
         return bool(auxiliary_tensor_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses))
 
 
 def run_of(work: Workload) -> PlannedRun:
-    """`state_versions` auto counts as two versions: where there is room for them."""
+    """Return the planned run of a workload. The `state_versions` value `auto` counts as two versions."""
     layout, uses = layout_of(work)
     inputs = work.batch * work.context * work.spec.hidden
     return PlannedRun(layout, uses, options_of(work), inputs)
 
 
 def volume_of(work: Workload) -> IoVolume:
-    """What a step reads and writes, and what the states' folder takes."""
+    """Return the bytes that a step reads and writes, and the size of the states' folder."""
     run = run_of(work)
     moved = run.traffic()
     inputs = sum(nbytes for (_, what), nbytes in moved.written.items() if what == INPUTS)
@@ -92,18 +95,18 @@ def volume_of(work: Workload) -> IoVolume:
         read_bytes=moved.of_phases(moved.read),
         write_bytes=moved.of_phases(moved.written),
         stored_bytes=run.folder_bytes(),
-        # With `ssd` the plan counts what blocks save in place of their inputs alone.
+        # With `ssd`, the plan counts all activations that blocks save, in place of the inputs alone.
         activation_bytes=0 if work.stack.checkpointing == "ssd" else inputs,
     )
 
 
 def stored_in(versions: str, work: Workload) -> int:
-    """Bytes of the folder with so many versions of the states."""
+    """Return the size of the states' folder in bytes for the `state_versions` value `versions`."""
     return run_of(replace(work, state_versions=versions)).folder_bytes()
 
 
 def layout_of(work: Workload) -> tuple[Layout, dict[str, MatrixUse]]:
-    """The layout that a run finds in the model's modules, from the names of its tensors."""
+    """Derive, from the names of the tensors, the layout that a run finds in the model's modules."""
     return _layout_of(tuple(work.spec.tensors()), work.spec.tied, work.dtype, work.kept_states)
 
 
@@ -140,7 +143,7 @@ def _layout_of(
 
 @functools.cache
 def _facts_bytes() -> int:
-    """Of what a run keeps with a step: for the most part the states of random generators."""
+    """Return the bytes of the facts that a run stores with each step, mostly the states of random generators."""
     from memascend.training import random_state
 
     seen = {"steps": 1 / 3, "clipped": 1 / 3}
@@ -149,7 +152,7 @@ def _facts_bytes() -> int:
 
 
 def writes_in_words(work: Workload) -> str:
-    """What a step writes, by what it is, and why gradients are among it."""
+    """Describe the bytes that a step writes, by kind, and why it writes gradients."""
     run = run_of(work)
     written = run.traffic().written_by_kind()
     parts = [
@@ -161,7 +164,7 @@ def writes_in_words(work: Workload) -> str:
 
 
 def clipping_in_words(work: Workload) -> list[str]:
-    """What a step moves that is clipped, where the others do not wait for their norm."""
+    """Describe the traffic of a clipped step; an empty list unless gradients are used before their norm is known."""
     run = run_of(work)
     if not run.speculates:
         return []

@@ -1,4 +1,4 @@
-"""A step of LoHan: the optimizer works in the backward pass, on each gradient as it arrives (active gradient
+"""Schedule of a step of LoHan: during backward, the optimizer processes each gradient as it arrives (active gradient
 offloading, its section IV-C and Fig. 3).
 
     optimized              GPU   | b3 | b2 | b1 | b0 |
@@ -8,19 +8,20 @@ offloading, its section IV-C and Fig. 3).
     naive                  read, update and write of a piece follow one another, and the next piece waits for them
     none                   as ZeRO-Infinity: gradients wait on the SSD, the optimizer comes after (LoHan+ZeRO in Fig. 7)
 
-Traffic of a step over the SSD is the paper's: weights 2P in forward, 14P in backward (2P weights, 12P states), and 14P
-written. Inputs of blocks wait on the SSD, as the streaming engine keeps them; each block is recomputed. `as_published`
-is `optimized` with what the paper's Algorithm 1 swaps besides (section IV-D), so that less is computed again;
-`released` swaps what the authors' released script does (erratum L18). A workload whose parts name one of these rules
-(`swap`) has it in any arm.
+A step's SSD traffic is the paper's: 2P of weights read in forward, 14P read in backward (2P weights, 12P states), and
+14P written. Inputs of blocks are stored on the SSD, as in the streaming engine, and each block is recomputed.
+`as_published` is `optimized`, with the additional swapping of the paper's Algorithm 1 (section IV-D), so that less is
+recomputed; `released` swaps what the authors' released script does (erratum L18). If the parts of a workload name one
+of these rules (`swap`), it applies in any arm.
 
-In a run (`Workload.device` is known) the engine cuts embedding and output matrix by rows, and a tied one has two
-gradients of which the first waits on the SSD; the paper's steps have them in one piece.
+In a run (`Workload.device` is known) the engine cuts the embedding and output matrices by rows, and a tied matrix has
+two gradients, the first of which waits on the SSD; in the paper's steps the matrices are in one piece.
 
-With one version of the states that a step can be done again from, all gradients must have come before one is used: they
-wait on the SSD in every arm. Of several batches those of the earlier ones do. (The paper has neither.) Steps are
-simulated that are not clipped: with two versions they move nothing for clipping (`memascend.engine.speculation`).
-Bytes that a plan prints are the engine's, to the byte (`run.py`); these tasks say how long they take.
+With a single version of the states from which a step can be repeated, all gradients must have arrived before the first
+is used, so they wait on the SSD in every arm. With several accumulated batches, those of the earlier batches wait too.
+(The paper has neither.) The simulated steps are not clipped; with two versions, such steps move no bytes for clipping
+(`memascend.engine.speculation`). The bytes that a plan prints are exactly the engine's (`run.py`); these tasks
+determine the time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 STATE_SLOTS = "state slots"
 MOMENTS = 2
-_SLOTS = 3  # one that is read, one that is updated, one that is written (Fig. 3b)
+_SLOTS = 3  # one being read, one being updated, one being written (Fig. 3b)
 
 
 def schedule(step: Step) -> None:
@@ -67,14 +68,16 @@ def schedule(step: Step) -> None:
 
 
 def by_slices(step: Step) -> list[Piece]:
-    """The pieces of a run: the engine cuts embedding and output matrix by rows (`memascend.engine.layout`), and reads,
-    computes and updates them slice by slice."""
+    """Return the pieces of a run, with embedding and output matrix cut into slices.
+
+    The engine cuts them by rows (`memascend.engine.layout`) and reads, computes and updates them slice by slice.
+    """
     first, *blocks, last = step.pieces
     return [*cut(first, _slices(step.work, "embedding")), *blocks, *cut(last, _slices(step.work, "head"))]
 
 
 def _slices(work: Workload, use: str) -> list[int]:
-    """Elements of the slices of the matrix that is an `embedding` or a `head`; none where it is in one piece."""
+    """Return the elements of each slice of the `embedding` or `head` matrix; an empty list if it is in one piece."""
     from memascend.baselines.lohan.run import layout_of  # which imports torch
 
     layout, uses = layout_of(work)
@@ -82,39 +85,46 @@ def _slices(work: Workload, use: str) -> list[int]:
 
 
 def first_gradients(step: Step) -> dict[str, int]:
-    """Piece -> bytes of the gradients that an output matrix leaves on the SSD, slice by slice, until those of the
-    embedding come, which it is as well; empty where they are two matrices, or where it is in one piece."""
+    """Return, by piece, the bytes of a tied output matrix's gradients, which wait on the SSD for the embedding's.
+
+    The result is empty if the matrices are not tied or not sliced.
+    """
     numels = _slices(step.work, "head") if step.work.device is not None and step.work.spec.tied else []
     size = ELEMENT_BYTES[step.work.gradients]
     return {f"{part} {number}": size * numel for number, numel in enumerate(numels) for part in (EMBEDDING, OUTPUT)}
 
 
 def own_masters(work: Workload) -> bool:
-    """Whether the weights are the only master (`memascend.engine.layout.Layout.own_masters`): where they are of the
-    states' type, and beside 8-bit moments."""
+    """Return whether the weights are their own master (`memascend.engine.layout.Layout.own_masters`).
+
+    They are if they have the states' dtype, and with 8-bit moments.
+    """
     return work.kept_states in (work.dtype, "int8")
 
 
 def state_tensors(step: Step) -> float:
-    """Beside the weights: master and two moments, or the moments alone where the weights are their own master; of 8-bit
-    moments with their scales."""
+    """Return the number of state tensors in addition to the weights, as multiples of one tensor in the states' dtype.
+
+    They are the master and two moments, or only the moments if the weights are their own master; the scales of 8-bit
+    moments are included.
+    """
     if step.work.kept_states == "int8":
         return INT8_MOMENTS_BYTES / step.state_bytes
     return MOMENTS if own_masters(step.work) else 1 + MOMENTS
 
 
 def gradients_wait(work: Workload) -> bool:
-    """Whether all gradients of a step that is not clipped wait until the last one has come (`memascend.engine`)."""
+    """Return whether all gradients of an unclipped step wait until the last one has arrived (`memascend.engine`)."""
     return step_options(work).waits
 
 
 def gradient_bytes(step: Step) -> int:
-    """Of all gradients, as they wait."""
+    """Return the bytes of all gradients in the dtype in which they wait."""
     return step.swapped_states_bytes // step.state_bytes * ELEMENT_BYTES[step.work.gradients]
 
 
 def waiting_gradients(step: Step) -> Arrived:
-    """Each piece's gradients go on to the SSD, and those of several batches are added up there."""
+    """Return the callback that writes each piece's gradients to the SSD; those of several batches accumulate there."""
     batches = step.work.accumulation
     shares = dict(zip(step.pieces, step.divide(gradient_bytes(step), step.pieces), strict=True))
 
@@ -130,15 +140,18 @@ def waiting_gradients(step: Step) -> Arrived:
 
 
 def swapping_rule(work: Workload) -> str | None:
-    """By which an arm swaps more than the inputs of blocks: its own, or the one that the workload's parts name."""
+    """Return the rule by which more than the inputs of blocks is swapped, or None.
+
+    It is the arm's rule or the one that the workload's parts name.
+    """
     return SWAPPING_ARMS.get(work.arm_name) or work.arrangement.parts.get("swap")
 
 
 def swap_activations(step: Step, rule: str) -> None:
-    """Pieces carry what the rule swaps on this machine, and backward computes only the rest again.
+    """Apply a swapping rule: let pieces carry the bytes that it swaps on this machine, and reduce the recomputation.
 
-    The operators are those of a GPT of the model's depth and width; GPUs share the SSDs alike. Without a machine's
-    rates nothing but the inputs of blocks is swapped.
+    The operators are those of a GPT of the model's depth and width; GPUs share the SSDs equally. Without the machine's
+    rates, only the inputs of blocks are swapped.
     """
     work, machine = step.work, step.machine
     if machine is None or None in (machine.gpu_flops_per_s, machine.pcie_bytes_per_s, machine.ssd_read_bytes_per_s):
@@ -160,10 +173,11 @@ def swap_activations(step: Step, rule: str) -> None:
 
 
 def active_gradients(step: Step, begin: str) -> Arrived:
-    """Read states, update with the gradient that has arrived, write states and weights; `begin`: no earlier than that.
+    """Return the callback that reads a piece's states, updates them with its gradient, and writes states and weights.
 
-    Each piece's states take a slot from their read to the end of their write. Only the last of several accumulated
-    batches updates; gradients of the earlier ones wait on the SSD, and are added up there.
+    The first read starts after the task `begin`. A piece's states occupy a slot from the start of their read to the end
+    of their write. With several accumulated batches only the last one updates; gradients of the earlier ones accumulate
+    on the SSD.
     """
     overlapped = step.work.arm_name != "naive"
     pieces = step.pieces[::-1]

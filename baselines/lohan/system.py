@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 def _arm(variant: str) -> Arrangement:
     label = f"LoHan ({variant})" if variant else "LoHan"
-    # Our norm and AdamW are what `verify` compares with; buffers are exact, and there is one engine below them.
+    # `verify` compares with our norm and AdamW. Buffers have their exact size and use the direct engine.
     return Arrangement(
         label=label,
         parts={"numerics": "fast"},
@@ -48,10 +48,10 @@ _ARMS = {
 
 
 class LoHan(PlannedSystem):
-    """One process; the states lie in a folder of their own beside the run's swap files."""
+    """LoHan in one process; the states are in a folder of their own, separate from the run's swap files."""
 
     accumulates_vertically = True
-    computes_in_its_buffers = True  # on a CPU: weights are used where they were read to
+    computes_in_its_buffers = True  # on a CPU, weights are used in the buffers into which they were read
 
     def refuse(self, config: TrainConfig) -> None:
         if config.ranks > 1:
@@ -85,22 +85,25 @@ class LoHan(PlannedSystem):
 
     @staticmethod
     def volume(work: Workload) -> IoVolume:
-        """What a step reads and writes, and what the states' folder takes."""
+        """Return the bytes that a step reads and writes, and the size of the states' folder."""
         from memascend.baselines.lohan.run import volume_of
 
         return volume_of(work)
 
     @staticmethod
     def stored_in(versions: str, work: Workload) -> int:
-        """Bytes on the SSD with `two` versions of the states, with `one` and the gradients of a step that it can be
-        done again from, or with one alone and room for two units (`checkpoint`); each with what waits beside them."""
+        """Return the bytes on the SSD for the `state_versions` value `versions`, waiting tensors included.
+
+        `two`: two versions of the states; `one`: one version and the gradients from which a step can be repeated;
+        `checkpoint`: one version and space for two units.
+        """
         from memascend.baselines.lohan.run import stored_in
 
         return stored_in(versions, work)
 
     @classmethod
     def storage_notes(cls, work: Workload, room_bytes: float | None = None) -> list[str]:
-        """What a step writes, how many versions of the states a run keeps, and why."""
+        """Describe the bytes that a step writes, and how many versions of the states a run keeps and why."""
         from memascend.baselines.lohan.run import clipping_in_words, writes_in_words
         from memascend.planner.limits import within_room
 
@@ -143,7 +146,7 @@ class LoHan(PlannedSystem):
         ]
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
-        """States outlive a kill: they are not among the swap files, which do not."""
+        """Return the streaming backend's set-up; the states are outside the swap files, so they survive a kill."""
         folder = _states_folder(config)
         arm = config.arm or next(iter(_ARMS))
         settings: dict[str, Any] = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
@@ -174,7 +177,10 @@ def _states_folder(config: TrainConfig) -> Path:
 
 
 def _room(config: TrainConfig, prepared: dict[str, Any]) -> int:
-    """Host memory for activations: what --host-memory leaves beside the plan; without one they go to the SSD alone."""
+    """Return the bytes of host memory for activations: --host-memory minus the plan's bytes.
+
+    Without --host-memory it is 0, so activations go to the SSD only.
+    """
     planned = prepared.get("planned_host_bytes")
     if config.host_memory is None or planned is None:
         return 0

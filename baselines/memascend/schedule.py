@@ -1,10 +1,11 @@
-"""A step of MemAscend: ZeRO-Infinity's order of work, with less work in it.
+"""Schedule of a step of MemAscend: ZeRO-Infinity's order of work, with less work.
 
-What is gone from the step: the chain of the overflow check (one pass over the gradients stands in its place); with bf16
-states half of what the optimizer reads, computes on and writes; with gradients kept, their way over NVMe. What changes
-nothing here: the adaptive pool and exact pinned memory, which save bytes and leave the buffers' number as it was, and
-the direct engine, whose drive is taken at the same rate as the file engine's. On a CPU the adaptive pool changes what
-runs beside what, and fewer swap buffers make the thread wait for gradients: `memascend.baselines.protocol.on_cpu`.
+The step lacks the chain of the overflow check, which one pass over the gradients replaces; with bf16 states, half of
+the data that the optimizer reads, processes and writes; and with gradients kept, their transfers over NVMe. The
+adaptive pool and exact pinned memory do not change the schedule, since they save bytes but keep the number of buffers;
+neither does the direct engine, whose drive is assumed to have the same rate as with the file engine. On a CPU the
+adaptive pool changes what overlaps, and fewer swap buffers make the thread wait for gradients:
+`memascend.baselines.protocol.on_cpu`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 def update_over_paths(build: RankFootprint) -> None:
-    """The optimizer states on the paths, gradients in host memory; weights on the device where the arm keeps them."""
+    """Book the buffers: gradients in host memory, swap buffers for states on the paths, and the weights.
+
+    Weights are on the device if the arm keeps them there, otherwise in the parameter pool.
+    """
     work = build.work
     if work.arrangement.weights_on_gpu:
         build.pageable("weights", "in_memory_optimizer", sum(work.partitions()) * build.dtype.itemsize, role="device")

@@ -1,20 +1,20 @@
-"""A step of MLP-Offload: weights stay on the GPUs, the update streams optimizer states over several paths at once.
+"""Schedule of a step of MLP-Offload: weights stay on the GPUs; the update streams states over several paths at once.
 
     NVMe   |            | read | write | read | write | ...        each path works through its own sub-groups
     PFS    |            |   read   |   write   |   read ...        so that all paths end together
     CPU    |            |      | Adam | Adam | Adam | ...
     GPU    | fwd | bwd  |
-           gradients stay in host memory in 16 bits and become fp32 where the update meets them (its section 3.2)
+           gradients stay in host memory in 16 bits and are converted to fp32 in the update (its section 3.2)
 
-Its parts, each of which an arm may lack: several paths (3.1), their sub-groups divided so that their times are equal
-(or by its Eq. 1, `as_published`, or a ratio `by_hand`); one process at a time on a path (`tier_exclusive`, which one
-rank that stands for all always is); an update order that turns with each step, so that the sub-groups left in host
-memory are met first (3.3); gradients that are not written. DeepSpeed's ZeRO-3 lacks them all: one path, gradients
-written in fp32 in backward and read back in the update; its reads and writes are pipelined. On a CPU these gradients
-are written bucket by bucket, the last after backward.
+Its parts, each of which an arm may lack, are: several paths (3.1), with sub-groups divided so that the paths' times are
+equal (or by its Eq. 1, `as_published`, or by a fixed ratio, `by_hand`); one process at a time on a path
+(`tier_exclusive`, always true for one rank that stands for all); an update order that is reversed with each step, so
+that the sub-groups left in host memory come first (3.3); and gradients that are not written. DeepSpeed's ZeRO-3 lacks
+them all: it has one path, and writes gradients in fp32 in backward and reads them back in the update; its reads and
+writes are pipelined. On a CPU these gradients are written bucket by bucket, the last one after backward.
 
-A rank's sub-groups share the rooms that its buffers make in host memory: the next one is read when the write of another
-has left it a room, in the order of the update, whichever paths the two are on.
+A rank's sub-groups share a fixed number of slots in host memory, given by its buffers. In the order of the update, the
+next sub-group is read once the write of another has freed a slot, whichever paths the two are on.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-_PIPELINED = 3  # rooms of DeepSpeed's swapper, whatever more it is given: it reads one ahead and writes one behind
-_RANKS = 4  # that take turns on the paths; more are on nodes alike, and in step with them
+_PIPELINED = 3  # slots that DeepSpeed's swapper uses, even if it has more: it reads one ahead and writes one behind
+_RANKS = 4  # simulated ranks that take turns on the paths; further ranks are on equal nodes, in step with them
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathShare:
-    """A path; `share` of all sub-groups lie there, by the `placement` for its `rates` (None: nothing is known)."""
+    """A path with its `rates` (None: unknown) and its `share` of all sub-groups according to the arm's placement."""
 
     name: str
     share: float
@@ -59,7 +59,7 @@ def schedule(step: Step) -> None:
 
 
 def rooms(step: Step) -> int:
-    """Sub-groups of a rank that are in host memory at once: as many as the optimizer's buffers are for."""
+    """Return how many sub-groups of a rank are in host memory at once, which its optimizer buffers determine."""
     parts = step.work.arrangement
     return (
         max(1, cached_sub_groups_in(step.work.optimizer_buffers, parts.swaps_gradients))
@@ -69,7 +69,7 @@ def rooms(step: Step) -> int:
 
 
 def paths_of(step: Step) -> list[PathShare]:
-    """Those of the testbed, or its SSD as one; a share of each by the arm's rule."""
+    """Return the paths of the testbed, or its SSD as the only path, with their shares by the arm's placement."""
     described = step.machine.described.get("paths", []) if step.machine is not None else []
     if not described or not step.work.arrangement.over_paths:
         return [PathShare(name=described[0]["name"] if described else "ssd", share=1.0)]
@@ -89,7 +89,10 @@ def _rate(value: object) -> float:
 
 
 def gradients_to_paths(step: Step, paths: list[PathShare]) -> Arrived:
-    """fp32 gradients of each piece, to the paths by their shares, once per step: they add up in host memory."""
+    """Return the callback that writes a piece's fp32 gradients to the paths, by their shares.
+
+    This happens once per step; gradients of several batches accumulate in host memory.
+    """
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
     def arrived(piece: Piece, task: str) -> list[str]:
@@ -107,10 +110,11 @@ def gradients_to_paths(step: Step, paths: list[PathShare]) -> Arrived:
 
 
 def update(step: Step, after: str, paths: list[PathShare]) -> str:
-    """Sub-groups in order, each read from its path into a room, updated, and written back, which leaves the room.
+    """Add the update: each sub-group in order is read from its path into a slot, updated, and written back.
 
-    Where the order turns, the first ones are in their rooms from the last step, and the last ones stay in theirs: they
-    are only updated, with gradients that are read all the same where backward wrote them.
+    If the order alternates, the first sub-groups are still in their slots from the previous step and are not read, and
+    the last ones stay there and are not written. If backward wrote the gradients, they are read in any case. Returns
+    the name of the last task.
     """
     work, states = step.work, step.swapped_states_bytes
     step.store("master weights and moments", 3 * states)
@@ -119,7 +123,7 @@ def update(step: Step, after: str, paths: list[PathShare]) -> str:
     ranks = min(work.ranks, _RANKS)
     size = step.state_bytes
     numels = [n for n in map(sum, work.sub_groups()) if n * size >= work.swap_threshold_bytes]
-    small = max(0.0, work.spec.parameters / work.ranks - sum(numels))  # in host memory for good
+    small = max(0.0, work.spec.parameters / work.ranks - sum(numels))  # always in host memory
     groups = _grouped(step, numels, paths)
     done = [
         *(_update_of_rank(step, after, groups, work.ranks / ranks, f"{rank}.") for rank in range(ranks)),
@@ -131,7 +135,7 @@ def update(step: Step, after: str, paths: list[PathShare]) -> str:
 
 
 def _grouped(step: Step, numels: list[int], paths: list[PathShare]) -> list[tuple[int, str]]:
-    """Elements and path of each sub-group of a rank."""
+    """Return the elements and the path of each sub-group of a rank."""
     if len(paths) == 1:
         return [(numel, paths[0].name) for numel in numels]
     places = arrange({str(n): numel for n, numel in enumerate(numels)}, _placement(step), [p.rates for p in paths])
@@ -139,7 +143,10 @@ def _grouped(step: Step, numels: list[int], paths: list[PathShare]) -> list[tupl
 
 
 def _update_of_rank(step: Step, after: str, groups: list[tuple[int, str]], times: float, name: str) -> str:
-    """`times`: ranks that are in step; `name` begins those of the tasks. Returns the end."""
+    """Add the update of one rank that stands for `times` ranks; `name` is part of its task names.
+
+    Returns the name of the last task.
+    """
     swaps, turns = step.work.arrangement.swaps_gradients, step.work.arrangement.turns_order
     count = max(1, min(rooms(step), len(groups)))
     pool = step.pool(f"rooms {name}", count)

@@ -14,8 +14,9 @@ from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub
 _PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 _PATHS = ("path0", "path1")
-# Of every arm alike, so that all have the same host memory: as many as both paths need with gradients that stay. Those
-# that are swapped take a part of them: three sub-groups fit, not five; DeepSpeed's pipeline uses twelve.
+# All arms get the same number of buffers, so that they use the same host memory: as many as both paths need if
+# gradients stay in host memory. Swapped gradients occupy some of them, so that three sub-groups fit instead of five;
+# DeepSpeed's pipeline uses twelve buffers.
 _BUFFERS = cached_sub_group_buffers(False, cached_sub_groups_for(len(_PATHS)))
 
 
@@ -53,7 +54,7 @@ _ARMS = {
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-    """Over two folders of `nvme_path`, which a user's own `tiers` replace."""
+    """Return the DeepSpeed configuration with two folders in `nvme_path` as paths; a user's `tiers` replace them."""
     param, optimizer = nvme_offload(run, sizes, nvme_path)
     if _ARMS[run.arm].weights_on_gpu:
         param = {"device": "none"}

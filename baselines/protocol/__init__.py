@@ -1,9 +1,9 @@
-"""What a system must provide, and where systems are found. Adding a system is adding a folder.
+"""The protocol of a system, and the search for systems. Adding a system only takes adding a folder.
 
-`<name>/system.yaml` describes it, `<name>/system.py` defines `SYSTEM`, an object as `memascend.systems.System` asks for
-(`footprint.py` and `schedule.py` beside it keep what a plan and a simulation need). A system imports `memascend`, this
-package and itself, never another system. The folders named by MEMASCEND_SYSTEMS (separated by colons) hold further
-systems; nothing else has to be changed for them.
+`<name>/system.yaml` describes it, and `<name>/system.py` defines `SYSTEM`, an object that implements
+`memascend.systems.System` (with the code for plans and simulations in `footprint.py` and `schedule.py`). A system
+imports `memascend`, this package and itself, never another system. The folders named by MEMASCEND_SYSTEMS (separated by
+colons) hold further systems; nothing else has to be changed for them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ VARIABLE = "MEMASCEND_SYSTEMS"
 
 
 def folders() -> dict[str, Path]:
-    """Every system with its folder, by name. ValueError where two have one name."""
+    """Return the folder of every system by name.
+
+    Raises ValueError if two systems have the same name, or if a path in MEMASCEND_SYSTEMS is not a folder.
+    """
     return _folders(os.environ.get(VARIABLE, ""))
 
 
@@ -71,7 +74,7 @@ def system_names() -> list[str]:
 
 
 def load_system(name: str, arm: str | None = None) -> System:
-    """The system called `name`; ValueError in one line when it, or its arm, does not exist."""
+    """Return the system called `name`. Raises a one-line ValueError if it, or its arm, does not exist."""
     if name not in folders():
         hint = did_you_mean(name, system_names())
         raise ValueError(f"unknown system {name!r}{hint}; known systems: {', '.join(system_names())}")

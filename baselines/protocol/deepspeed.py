@@ -1,4 +1,4 @@
-"""What systems on DeepSpeed's ZeRO stage 3 share: how a run is configured, and the host buffers that it makes."""
+"""Shared code of the systems on DeepSpeed's ZeRO stage 3: checking and configuring a run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSystem(PlannedSystem):
-    """A system that is DeepSpeed with parts of ours or its own: its arms, its buffers, how to configure a run."""
+    """A system on DeepSpeed, with parts of ours or DeepSpeed's own; `configure` makes the configuration of a run."""
 
     configure: Callable[[RunSpec, Sizes, str], dict[str, Any]]
 
     def parts(self, arm: str) -> dict[str, str]:
-        """Keyword arguments of `memascend.enable` for this arm: which parts stand in DeepSpeed's places."""
+        """Return the keyword arguments of `memascend.enable` for this arm: the parts that replace DeepSpeed's."""
         return dict(self.arms[arm].parts)
 
     def deepspeed_config(self, run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
-        """The complete DeepSpeed configuration of a run."""
+        """Return the complete DeepSpeed configuration of a run, with swap files below `nvme_path`."""
         return self.configure(run, sizes, nvme_path)
 
     def refuse(self, config: TrainConfig) -> None:
-        """Keys that exclude one another on DeepSpeed, or on this arm; and a machine without it."""
+        """Raise a one-line ValueError for keys that DeepSpeed or this arm cannot honour, or if DeepSpeed is missing."""
         name = config.arm or next(iter(self.arms))
         arm = self.arms[name]
         if config.dtype == "fp32":
@@ -60,7 +60,10 @@ class DeepSpeedSystem(PlannedSystem):
             )
 
     def _refuse_placement(self, config: TrainConfig, arm: Arrangement) -> None:
-        """Our allocator places, by class; latency first plans states in host memory."""
+        """Raise ValueError for a placement that this arm cannot follow.
+
+        Placement by class needs our allocator, and `latency_first` needs states in host memory.
+        """
         if config.placement is None or config.placement == PROCESS_INTERLEAVE:
             return
         if arm.placement is not None:
@@ -74,7 +77,7 @@ class DeepSpeedSystem(PlannedSystem):
             self.refuse_a_plan_of_states(config.placement)
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
-        """The DeepSpeed backend with this run's configuration and parts."""
+        """Return the DeepSpeed backend with this run's configuration and parts."""
         arm = config.arm or next(iter(self.arms))
         run = RunSpec(
             run_id=run_id,
@@ -115,16 +118,16 @@ class DeepSpeedSystem(PlannedSystem):
     def _fitted(
         self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any], arm: Arrangement
     ) -> dict[str, Any]:
-        """The system's configuration with this run's optimizer, accumulation and clipping.
+        """Set this run's optimizer, accumulation and clipping in the system's configuration, and return it.
 
-        Sub-groups are those that the drop-in derives, for every system alike, so that all train to equal losses;
-        MemAscend has as many optimizer buffers and the I/O settings that `"memascend": {}` would give it.
-        The reduce bucket is a buffer of its full size: no larger than the model. The fp16 loss scale starts where
-        DeepSpeed's default does, since skipped steps are part of a real run.
+        Sub-groups are those that the drop-in derives, for all systems alike, so that all train to equal losses.
+        MemAscend gets the optimizer buffers and the I/O settings that `"memascend": {}` would give it. The reduce
+        bucket is at most as large as the model, since it is allocated in full. The fp16 loss scale starts at
+        DeepSpeed's default, since skipped steps are part of a real run.
         """
         zero = ds_config["zero_optimization"]
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
-        zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # older runs have not noted it
+        zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # not recorded by older runs
         if arm.derives_sizes and "sub_group_size" in prepared:
             swaps_gradients = where_gradients_wait(arm.parts, "host" if config.tiers else "nvme") == "nvme"
             if config.tiers:
@@ -152,21 +155,21 @@ class DeepSpeedSystem(PlannedSystem):
 
 
 def swaps(ds_config: dict[str, Any]) -> bool:
-    """Whether anything is offloaded to NVMe."""
+    """Return whether a configuration offloads anything to NVMe."""
     zero = ds_config["zero_optimization"]
     return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
 
 
 def scaled(threshold: float, k: int) -> int:
-    """A threshold in bytes or elements, divided by k squared as the twin's matrices are (at least 1)."""
+    """Return a threshold in bytes or elements divided by k squared, as a twin's matrices are, but at least 1."""
     return max(1, int(threshold) // (k * k))
 
 
 def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The ZeRO-3 settings that every DeepSpeed system here shares; thresholds are DeepSpeed's defaults / k^2.
+    """Return the ZeRO-3 settings shared by all DeepSpeed systems; thresholds are DeepSpeed's defaults / k^2.
 
-    ``initial_scale_power`` is 8 so that no step is skipped for overflow; the check runs all the same.
-    ``stage3_max_reuse_distance`` is 0: with more, live parameters hold their swap buffers and the pool runs out.
+    ``initial_scale_power`` is 8 so that no step is skipped for overflow; the check still runs.
+    ``stage3_max_reuse_distance`` is 0, since otherwise live parameters keep their swap buffers and exhaust the pool.
     ``sub_group_size`` is small, so that the largest sub-group is the largest tensor, as the papers' totals imply
     (DeepSpeed counts a rank's partitions, hence the division by ranks).
     """
@@ -209,9 +212,10 @@ def zero3_config(run: RunSpec, offload_param: dict[str, Any], offload_optimizer:
 
 
 def nvme_offload(run: RunSpec, sizes: Sizes, nvme_path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameter and optimizer offload to NVMe: buffers of the embedding's size, five optimizer buffers.
+    """Return the sections for parameter and optimizer offload to NVMe.
 
-    ``max_in_cpu`` is 0: its default of 1e9 silently keeps every parameter of a small model in memory.
+    Parameter buffers have the size of the largest tensor (the embedding); the optimizer has five buffers.
+    ``max_in_cpu`` is 0, since its default of 1e9 silently keeps all parameters of a small model in memory.
     """
     param = {
         "device": "nvme",

@@ -1,4 +1,4 @@
-"""A system's `system.yaml`: name, label, colour, its paper, what runs and what is simulated, a sentence an arm."""
+"""Systems described by a `system.yaml`: name, label, colour, paper, what runs or is simulated, a sentence per arm."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A system called as its folder is."""
+    """A system with the name of its folder, described by the folder's `system.yaml`."""
 
     name: str
 
     @property
     def label(self) -> str:
-        """As the paper writes it; the series of its default arm."""
+        """Name as written in the paper, which is also the series of the default arm."""
         return self.describe()["label"]
 
     @property
     def colour(self) -> str:
-        """`#rrggbb`, the same in every figure."""
+        """Colour as `#rrggbb`, the same in every figure."""
         return self.describe()["colour"]
 
     def describe(self) -> dict[str, Any]:
-        """`system.yaml`, checked. ValueError in one line that names the file and the key."""
+        """Return the checked content of `system.yaml`. Raises a one-line ValueError that names the file and the key."""
         folder = Path(importlib.import_module(f"memascend.baselines.{self.name}.system").__file__).parent
         return read_description(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSystem(Described):
-    """A system with arms, a footprint and a schedule; one that can be run adds `refuse` and `trainer`."""
+    """A system with arms, a footprint and a schedule; a system that can be run adds `refuse` and `trainer`."""
 
     arms: Mapping[str, Arrangement]
     buffers: Callable[[RankFootprint], None]
@@ -57,12 +57,15 @@ class PlannedSystem(Described):
         return self.chooses_policies
 
     def defaults(self, arm: str) -> Mapping[str, Any]:
-        """Keys of a training's configuration that an arm takes where the user names none."""
+        """Return the training configuration keys that an arm uses unless the user sets them."""
         return {}
 
     @staticmethod
     def refuse_a_plan_of_states(placement: str | None) -> None:
-        """Of a system whose states are on the SSD: `latency_first` plans what lies in host memory."""
+        """Raise ValueError for the placement `latency_first`, which plans states in host memory.
+
+        Systems with states on the SSD call this.
+        """
         if placement is not None and PlacementPolicy.parse(placement).kind == LATENCY_FIRST:
             raise ValueError(
                 "placement 'latency_first' plans states in host memory, and these are on the SSD: name nodes, as "
@@ -70,18 +73,18 @@ class PlannedSystem(Described):
             )
 
     def footprint(self, build: RankFootprint) -> None:
-        """Every buffer of one rank at the worst instant of a step."""
+        """Book every buffer of one rank at the peak of a step."""
         self.buffers(build)
 
     def schedule(self, step: Step) -> None:
-        """The tasks of one optimizer step. ValueError where nobody has described them."""
+        """Add the tasks of one optimizer step. Raises ValueError if the system has no schedule."""
         if self.tasks is None:
             raise ValueError(f"system {self.name!r} has no schedule: its steps cannot be simulated")
         self.tasks(step)
 
 
 def _with_former_names(init: Callable[..., None]) -> Callable[..., None]:
-    """Until 2.0 a system may be made with `chooses_fates`."""
+    """Wrap `PlannedSystem.__init__` so that it accepts the deprecated keyword `chooses_fates`, until 2.0."""
 
     @wraps(init)
     def renamed(self: PlannedSystem, **fields: Any) -> None:

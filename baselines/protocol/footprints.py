@@ -1,4 +1,4 @@
-"""Host and device buffers that several systems have in common, booked by the classes that a run uses."""
+"""Host and device buffers common to several systems, booked by the classes that a run uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def ssd_offload(build: RankFootprint) -> None:
-    """Parameters and optimizer states on the SSD, gradients in host memory (ZeRO-Infinity's schedule)."""
+    """Book the buffers of ZeRO-Infinity's schedule: parameters and states on the SSD, gradients in host memory."""
     build.parameter_pool()
     build.optimizer_swap()
     build.gradients()
@@ -22,14 +22,14 @@ def ssd_offload(build: RankFootprint) -> None:
 
 
 def host_offload(build: RankFootprint) -> None:
-    """DeepSpeed ZeRO-3 with parameters and optimizer in host memory: 24 bytes per parameter (fp32), 29 in the overflow
-    chain.
+    """Book the buffers of DeepSpeed ZeRO-3 with parameters and optimizer in host memory.
 
+    They take 24 bytes per parameter (fp32), and 29 during the overflow chain:
     2 (parameters, one pinned flat buffer, stage3 _create_param_groups_fp16_flat_cpu_memory) + 4 (fp32 master, pageable)
     + 8 (two moments, pageable) + 4 (gradient of each sub-group, pinned one by one, initialize_optimizer_states)
-    + 4 (gradient flat buffer, pinned as a whole; 2 where it is 16 bits, and then these are the 20 bytes of Table I of
+    + 4 (gradient flat buffer, pinned as a whole; 2 with 16-bit gradients, which gives the 20 bytes of Table I of
     CXL-aware allocation) + 5 (overflow chain over it), and 2 for the partitions that zero.Init pins one by one before
-    they move to the flat buffer: torch's caching allocator never gives those back.
+    they move to the flat buffer, and that torch's caching allocator never releases.
     """
     partitions = build.work.partitions()
     build.pinned.allocate(sum(partitions), build.dtype, name="parameters", owner="parameter_flat_buffer")
@@ -44,7 +44,7 @@ def host_offload(build: RankFootprint) -> None:
 
 
 def device_only(build: RankFootprint) -> None:
-    """The device holds 16 bytes per parameter, the host only the weights while they load."""
+    """Book 16 bytes per parameter on the device, and on the host only the weights during loading."""
     numel = sum(build.work.partitions())
     for name, element_bytes in (
         ("parameters", build.dtype.itemsize),

@@ -1,27 +1,27 @@
-"""Forward and backward pass of DeepSpeed's ZeRO-3 with weights on the SSD, where the device is a CPU.
+"""Forward and backward pass of DeepSpeed's ZeRO-3 with weights on the SSD, if the device is a CPU.
 
-A GPU works on what the host has queued while the host waits for a read. On a CPU the training's thread computes, so
-that nothing is computed while it waits, and what overlaps is decided by DeepSpeed's hook before each module
-(`PartitionedParameterCoordinator.fetch_sub_module`). It does three things, in this order:
+A GPU works on queued kernels while the host waits for a read. On a CPU the training thread itself computes, so nothing
+is computed while it waits. The overlap is decided by DeepSpeed's hook before each module
+(`PartitionedParameterCoordinator.fetch_sub_module`), which does three things, in this order:
 
-    1. give back the weights that the module before has done with, and wait for every read in flight: what has been read
-       is gathered at once, modules before it is used
-    2. begin to read the next weights in the order of use, as many as there are buffers for. Until then the hook itself
-       computes (`Calibrations.hook_s`), with the drive idle
-    3. let the module compute
+    1. It releases the weights that the previous module has finished with, and waits for every read in flight. Weights
+       that have been read are gathered at once, possibly several modules before their use.
+    2. It starts to read the next weights in the order of use, as many as there are buffers for. Until then the hook
+       itself computes (`Calibrations.hook_s`), and the drive is idle.
+    3. It lets the module compute.
 
-A read therefore runs beside one module, that between two hooks, and the pool says beside which. A uniform buffer comes
-back when a module is done, so that the next read runs beside the module that follows, often one without products.
-In the adaptive pool a weight's buffer is free as soon as it has been gathered, at the hook of its own module, and the
-matrix in its place in the next block is read beside it. Backward keeps a block's weights from recomputation on; those
-of the last block and of the output are kept since forward.
+A read therefore overlaps with the one module between two hooks, and the pool decides which one. A uniform buffer is
+returned when a module is done, so the next read overlaps with the following module, which often has no products. In the
+adaptive pool a weight's buffer is free as soon as the weight has been gathered, at the hook of its own module, and the
+corresponding matrix of the next block is read during that module. Backward keeps a block's weights from recomputation
+on; those of the last block and of the output are kept from forward.
 
-Gradients collect in a bucket. A full one goes through the optimizer's swap buffers, and where those are full as well
-the thread waits until all in them is written (`AsyncTensorSwapper._make_swap_space`). What the last one holds is
+Gradients collect in a bucket. A full bucket goes through the optimizer's swap buffers; if those are full as well, the
+thread waits until all of them are written (`AsyncTensorSwapper._make_swap_space`). The content of the last buffer is
 written when the optimizer begins, and counted with the others.
 
-What decides is of the configuration alone: buffers of the pool and of the optimizer, size of the bucket and of the
-sub-groups. The prefetch bucket does not bind: one weight at least is gathered at each hook.
+Everything is decided by the configuration alone: buffers of the pool and of the optimizer, and sizes of the bucket and
+of the sub-groups. The prefetch bucket is not a limit, since at least one weight is gathered at each hook.
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ BLOCK, AGAIN = "block", "again"
 
 
 def hooks_wait(step: Step) -> bool:
-    """Whether a step is one of these. Experts are visited as tokens choose: of a mixture nothing is known here."""
+    """Return whether this module describes the step.
+
+    A mixture of experts is excluded, since the tokens choose the experts and the order of visits is unknown.
+    """
     return step.work.on_cpu and step.work.swaps and not step.work.spec.experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """What is computed between two hooks.
+    """The computation between two hooks.
 
-    `part`: whose products are its: a block's, those of a block that is computed `again`, the output's, the embedding's;
-    of these a `share`. `weight`: name of its matrix, which may wait on the SSD; `keeps` it for a later pass. `trained`:
-    elements whose gradients are there after it.
+    The module does a `share` of the products of `part`: a block, a recomputed block (`again`), the output or the
+    embedding. `weight` is the name of its matrix, which may be on the SSD; with `keeps`, the matrix stays in memory for
+    a later pass. `trained` is the number of elements whose gradients are complete after it.
     """
 
     name: str
@@ -69,7 +72,7 @@ class Module:
 
 
 def passes(step: Step) -> str:
-    """Both passes of a step; returns the task after which the optimizer begins."""
+    """Add both passes of a step; return the task after which the optimizer begins."""
     thread = _Thread(step)
     for module in modules(step.work):
         thread.enter(module)
@@ -77,8 +80,10 @@ def passes(step: Step) -> str:
 
 
 def gradients_by_buckets(step: Step) -> Arrived:
-    """Of a pass whose weights wait for no drive: gradients of each piece as DeepSpeed writes them. Not in it: that the
-    thread waits where they fill all swap buffers."""
+    """Return the callback that writes gradients as DeepSpeed does, for passes whose weights are not on a drive.
+
+    It does not model that the thread waits when the gradients fill all swap buffers.
+    """
     gradients, last = _Gradients(step), step.pieces[0]
 
     def arrived(piece: Piece, task: str) -> list[str]:
@@ -95,7 +100,7 @@ def gradients_by_buckets(step: Step) -> Arrived:
 
 
 def modules(work: Workload) -> Iterator[Module]:
-    """Modules in the order of their hooks."""
+    """Yield the modules of both passes in the order of their hooks."""
     spec, again = work.spec, work.stack.checkpoints
     blocks = [[tensor for tensor in spec.tensors() if tensor.block == block] for block in range(spec.layers)]
     outside = [tensor for tensor in spec.tensors() if tensor.block is None]
@@ -125,13 +130,16 @@ def modules(work: Workload) -> Iterator[Module]:
 
 
 def _of_block(work: Workload, tensors: list[TensorSpec]) -> list[Module]:
-    """A block's modules in forward: norm, attention, norm, MLP. Attention itself is computed after the last matrix but
-    one of its part, before the output projection; an activation follows the first matrix of the MLP."""
+    """Return a block's modules in forward: norm, attention, norm, MLP.
+
+    Attention itself is computed with the second-to-last matrix of its part, before the output projection; an activation
+    follows the first matrix of the MLP.
+    """
     spec, label = work.spec, f"block {tensors[0].block}"
     matrices = [tensor for tensor in tensors if tensor.is_matrix]
     attention = [tensor for tensor in matrices if ".mlp." not in tensor.name]
     mlp = [tensor for tensor in matrices if ".mlp." in tensor.name]
-    scores = work.context * spec.heads * spec.head_dim  # multiplications a token beside those of the weights
+    scores = work.context * spec.heads * spec.head_dim  # multiplications per token in addition to the weights'
     whole = sum(tensor.numel for tensor in matrices) + scores
 
     def module(tensor: TensorSpec, more: int = 0) -> Module:
@@ -153,7 +161,7 @@ def _of_block(work: Workload, tensors: list[TensorSpec]) -> list[Module]:
 
 
 class _Thread:
-    """Plays the hooks; nothing that they decide depends on how long anything takes."""
+    """The training thread, which executes the hooks; none of their decisions depends on durations."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.work = step, step.work
@@ -165,16 +173,16 @@ class _Thread:
         }
         self.buffers = _Buffers(self.work, list(self.numels.values()))
         self.queue = self._in_order_of_use()
-        self.there: set[str] = set()  # weights that were read, until they are given back
-        self.in_flight: list[str] = []  # reads that the next hook waits for
-        self.done_with: list[str] = []  # weights that the next hook gives back
+        self.there: set[str] = set()  # weights that have been read and not yet released
+        self.in_flight: list[str] = []  # reads for which the next hook waits
+        self.done_with: list[str] = []  # weights that the next hook releases
         self.number = 0
         self.last_read = self.last = ""
         self.gradients = _Gradients(step)
         self.hooks_a_block = len(_of_block(self.work, [t for t in self.work.spec.tensors() if t.block == 0]))
 
     def _in_order_of_use(self) -> list[str]:
-        """Weights as they have to be read: what is kept is not read again."""
+        """Return the weights in reverse order of their reads; weights that are kept are not read again."""
         order, there = [], set[str]()
         for module in modules(self.work):
             if module.weight in self.numels:
@@ -195,7 +203,7 @@ class _Thread:
         self.in_flight, self.done_with = [], []
         self.number += 1
         begin = step.add(f"{phase}, hook {self.number}", phase, after=(self.last, *waits))
-        if weight and weight not in self.there:  # nobody has read it ahead
+        if weight and weight not in self.there:  # not read ahead
             assert self.queue[-1] == weight, f"{weight} is used, {self.queue[-1]} is next"
             self._read(phase, begin, by_force=True)
             begin = step.add(f"{phase}, hook {self.number}: goes on", phase, after=self.in_flight)
@@ -215,7 +223,10 @@ class _Thread:
             self.gradients.add(module.trained, self.last)
 
     def _read(self, phase: str, begin: str, *, by_force: bool = False) -> bool:
-        """Begin to read the next weight; False where there is none, or no buffer for it."""
+        """Start to read the next weight; return False if there is none, or no buffer for it.
+
+        With `by_force`, it is read even without a buffer.
+        """
         if not self.queue or not (self.buffers.take(self.queue[-1], self.numels[self.queue[-1]]) or by_force):
             return False
         name, work = self.queue.pop(), self.work
@@ -234,7 +245,7 @@ class _Thread:
         step, pieces = self.step, self.step.pieces
         if module.part == OUTPUT:
             return step.products(module.phase, pieces[-1])
-        if module.part == EMBEDDING:  # sums
+        if module.part == EMBEDDING:  # summation of gradients
             return float(self.work.accumulation * self.work.batch * self.work.context * self.work.spec.hidden)
         if not module.part:
             return 0.0
@@ -247,27 +258,30 @@ class _Thread:
         return module.share * max(0.0, each - self.hooks_a_block * self._own_flops(module.phase))
 
     def _own_flops(self, phase: str) -> float:
-        """Of the thread in a hook before it begins to read, as if it were products."""
+        """Return the thread's work in a hook before it starts to read, expressed as FLOP of products."""
         machine, costs = self.step.machine, self.step.costs
         rate = (machine.gpu_flops_per_s or 0.0) * costs.gpu_efficiency if machine is not None else 0.0
         return self.work.accumulation * costs.hook_s.get(phase, 0.0) * rate
 
     def end(self) -> str:
-        """The thread's own waits are in the products before; the optimizer begins when all gradients are written."""
+        """Add the last gradients, and return the task with which backward ends: all gradients are written.
+
+        All other waits of the thread are dependencies of earlier tasks.
+        """
         step = self.step
         if waits := self.gradients.flush(self.last):
-            last = float(self.work.batch * self.work.context)  # the loop over the parameters goes on after the wait
+            last = float(self.work.batch * self.work.context)  # the loop over the parameters continues after it
             self.last = step.add(f"{BACKWARD}: last gradients", BACKWARD, {"gpu0": last}, after=(self.last, *waits))
         return step.add(f"end of {BACKWARD}", BACKWARD, after=(self.last, *self.gradients.rest(self.last)))
 
 
 class _Buffers:
-    """The parameter pool's: uniform, or of the adaptive pool by size."""
+    """The buffers of the parameter pool: uniform, or by size in the adaptive pool."""
 
     def __init__(self, work: Workload, numels: Iterable[int]) -> None:
         parts, flight = work.streamed(), work.blocks_in_flight
         self.held: dict[str, int] = {}
-        self.idle: set[str] = set()  # of these: gathered
+        self.idle: set[str] = set()  # buffers in `held` whose weight has been gathered
         self.sizes: dict[int, int] | None = None
         self.count = work.sizes.pool_buffers or parts.monolithic_count(flight)
         if work.arrangement.pool == "adaptive":
@@ -310,7 +324,7 @@ class _Buffers:
 
 
 class _Gradients:
-    """Bucket and swap buffers on the way to the SSD; nothing where the gradients stay in memory."""
+    """The bucket and the swap buffers of gradients written to the SSD; it adds no tasks if gradients stay in memory."""
 
     def __init__(self, step: Step) -> None:
         from memascend.planner.gpu_memory import REDUCE_BUCKET  # which imports torch
@@ -322,8 +336,8 @@ class _Gradients:
         self.free = work.optimizer_buffers
         self.bucket: list[int] = []
         self.filled = 0.0
-        self.writes: list[str] = []  # since the last time that all were waited for
-        self.waits: list[str] = []  # that the thread has to wait for
+        self.writes: list[str] = []  # writes since the last wait for all of them
+        self.waits: list[str] = []  # writes for which the thread has to wait
         self.number = 0
         self.last_write = ""
 
@@ -335,17 +349,17 @@ class _Gradients:
         self.bucket.append(numel)
 
     def awaited(self) -> list[str]:
-        """What the thread waits for before it goes on."""
+        """Return, and clear, the tasks for which the thread waits before it continues."""
         waits, self.waits = self.waits, []
         return waits
 
     def flush(self, after: str) -> list[str]:
-        """The last bucket; returns what the thread waits for."""
+        """Empty the last bucket; return the tasks for which the thread waits."""
         self._empty(after)
         return self.awaited()
 
     def rest(self, after: str) -> list[str]:
-        """All writes, that of the buffer that is not full included."""
+        """Write the last, partially filled buffer; return the last write, which follows all others."""
         self._write(after)
         return [self.last_write] if self.last_write else []
 

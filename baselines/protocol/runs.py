@@ -1,4 +1,4 @@
-"""What a run of the harness is, and what a configuration needs to know of its model."""
+"""Descriptions of a run of the harness, and of the model sizes that a configuration needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One training run of one twin. Sizes in tokens and sequences; ``k`` divides hidden, intermediate, vocabulary."""
+    """One training run of one twin. ``sequence`` is in tokens; ``k`` divides hidden, intermediate, vocabulary sizes."""
 
     run_id: str
     system: str
@@ -24,9 +24,10 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a configuration needs to know of the model, in elements of one rank's partitions.
+    """Sizes of the model that a configuration needs, in elements of one rank's partitions.
 
-    ``pool_buffers``: buffers of the baseline's pool, 2 + the matrices of a block (9 if dense, 390 with 128 experts).
+    ``pool_buffers`` is the number of buffers of the baseline's pool: 2 + the matrices of a block (9 if dense, 390 with
+    128 experts).
     """
 
     largest_tensor: int

@@ -1,6 +1,6 @@
-"""Parts of a step that several systems share, as tasks. A system's `schedule.py` says which it has, and in which order.
+"""Phases of a step that several systems share, as tasks; a system's `schedule.py` combines them.
 
-Each function adds one phase to a `memascend.planner.step.Step` and returns the name of the task that ends it.
+Each phase function adds its tasks to a `memascend.planner.step.Step` and returns the name of the last one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from memascend.planner.step import Step
 
 PARAMETER_POOL, EMBEDDING_BUFFERS = "parameter pool", "embedding buffers"
-_EMBEDDING_BUFFERS = 2  # "2 embedding" of MemAscend IV-B
+_EMBEDDING_BUFFERS = 2  # "2 embedding" in MemAscend IV-B
 _GROUPS = "sub-groups"
-_MOST_GROUPS = 32  # sub-groups beyond this many are folded: they follow one another, so their seconds add up
+_MOST_GROUPS = 32  # more sub-groups are folded into this many: they run in sequence, so their times add up
 
 
 Arrived = Callable[["Piece", str], list[str]]
 
 
 def forward(step: Step, *, weights_wait: bool = True, stores_checkpoints: bool = False) -> str:
-    """Weights come from where they wait, piece by piece and ahead of the GPU (or are there: `weights_wait` False);
-    activation checkpoints leave it for host memory, and with `stores_checkpoints` go on to the SSD.
+    """Add the forward pass.
+
+    Weights are read piece by piece, ahead of the GPU, unless `weights_wait` is False and they are on the GPU already.
+    Activation checkpoints go to host memory and, with `stores_checkpoints`, on to the SSD.
     """
     return _Pass(step, "forward", weights_wait, stores_checkpoints, step.work.accumulation).add(step.pieces, "")
 
@@ -39,11 +41,12 @@ def backward(
     stores_checkpoints: bool = False,
     arrived: Arrived | None = None,
 ) -> str:
-    """The blocks in reverse. Weights come once more, checkpoints come back, each block is recomputed (with
-    checkpointing) and differentiated, and its gradients go to the host.
+    """Add the backward pass, with the blocks in reverse order, after the task `after`.
 
-    `arrived(piece, task)` adds what follows when the gradients of a piece are there, which `task` ends with; the phase
-    ends when the tasks that it returns have ended. Of several accumulated batches that is at the last one.
+    Weights and checkpoints are read again, each block is recomputed (with checkpointing) and differentiated, and its
+    gradients go to the host. `arrived(piece, task)` adds the tasks that follow the arrival of a piece's gradients at
+    the end of `task`, and returns those which have to end before the phase does. With several accumulated batches, it
+    is called for the last one only.
     """
     earlier = step.work.accumulation - 1 if arrived is not None else 0
     pieces = step.pieces[::-1]
@@ -55,8 +58,9 @@ def backward(
 
 
 def gradients_to_ssd(step: Step) -> Arrived:
-    """Gradients go on to the SSD, in the states' dtype and once per step: DeepSpeed accumulates them in host memory,
-    and writes them in the backward pass of the last batch.
+    """Return the callback that writes a piece's gradients to the SSD, in the states' dtype and once per step.
+
+    DeepSpeed accumulates them in host memory, and writes them in the backward pass of the last batch.
     """
     shares = dict(zip(step.pieces, step.divide(step.swapped_states_bytes, step.pieces), strict=True))
 
@@ -69,7 +73,7 @@ def gradients_to_ssd(step: Step) -> Arrived:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass through the model, for so many `batches` of the accumulated ones; `name` begins that of each task."""
+    """One pass through the model, for `batches` of the accumulated batches; `name` is a prefix of its task names."""
 
     step: Step
     phase: str
@@ -84,10 +88,11 @@ class _Pass:
         return self.phase == "backward"
 
     def add(self, pieces: list[Piece], after: str) -> str:
-        """The four things that overlap: reads into free buffers, copies to the GPU, products, and what comes back.
+        """Add the tasks of the pass: reads into free buffers, copies to the GPU, products, and copies from the GPU.
 
-        A buffer of the pool is taken when a read begins and given back when the GPU is done with the piece, so the pool
-        decides how far reads run ahead. Reads follow one another in the order of use, and so do copies.
+        All four overlap. A buffer of the pool is taken when a read begins and released when the GPU is done with the
+        piece, so the pool decides how far reads run ahead. Reads are sequential in the order of use, and so are copies.
+        Returns the name of the last task.
         """
         step, phase = self.step, self.phase
         if step.work.swaps and self.weights_wait:
@@ -115,7 +120,7 @@ class _Pass:
         return step.add(f"{self.name}end of {phase}", phase, after=done)
 
     def _reads(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Of weights into a buffer of the pool, and of a checkpoint that has gone to the SSD."""
+        """Yield the reads for a piece: its weights into a buffer of the pool, and a checkpoint that is on the SSD."""
         if self.weights_wait and piece.stored_bytes:
             needs = {"ssd.read": self.batches * piece.stored_bytes}
             name = f"{self.name}{self.phase}: read {piece.name}"
@@ -125,7 +130,7 @@ class _Pass:
             yield {"name": f"{self.name}read checkpoint of {piece.name}", "phase": self.phase, "needs": needs}
 
     def _copied(self, piece: Piece) -> dict[str, float]:
-        """What copying weights, and in backward the checkpoint, to the GPU needs; nothing where nothing is copied."""
+        """Return the work of copying weights (and in backward the checkpoint) to the GPU; empty if none is copied."""
         ranks = self.step.work.ranks
         weights = self.step.gathered_share * piece.weight_bytes if self.weights_wait else 0
         kept = piece.checkpoint_bytes if self.back else 0
@@ -135,7 +140,7 @@ class _Pass:
         return {"pcie0.down": self.batches * (weights + kept)} | moved
 
     def _outward(self, piece: Piece, computed: str) -> Iterator[str]:
-        """Tasks that take gradients, or in forward the checkpoint, from the GPU, and what follows them."""
+        """Yield the tasks that move gradients, or in forward the checkpoint, from the GPU, and those that follow."""
         step, ranks = self.step, self.step.work.ranks
         outward = piece.weight_bytes / ranks if self.back else piece.checkpoint_bytes
         if not (step.work.offloads and outward):
@@ -153,14 +158,14 @@ class _Pass:
 
 
 def _buffer(piece: Piece) -> dict[str, float]:
-    """The embedding and the output matrix have buffers of their own."""
+    """Return the buffers that a piece takes; the embedding and the output matrix have buffers of their own."""
     if part_of(piece) in (EMBEDDING, OUTPUT):
         return {EMBEDDING_BUFFERS: 1}
     return {PARAMETER_POOL: piece.weight_bytes}
 
 
 def overflow_check(step: Step, *, after: str, chain: bool) -> str:
-    """Between backward and optimizer, with fp16 alone: every gradient in host memory is looked at once."""
+    """Add the overflow check between backward and optimizer, which reads every gradient in host memory; fp16 only."""
     if step.work.dtype != "fp16":
         return after
     return step.add("overflow check", "overflow check", {"cpu": step.check_s(chain=chain)}, after=(after,))
@@ -175,10 +180,12 @@ def swapping_optimizer(
     reads_weights: bool = False,
     pipelined: bool | None = None,
 ) -> str:
-    """Sub-group by sub-group: read states, update, write them and the new weights, one after the other (DeepSpeed's
-    defaults `pipeline_read` and `pipeline_write` false), or, `pipelined`, of three sub-groups side by side. Gradients
-    come along unless the arm keeps them in memory. `state_tensors`: master and moments, or moments alone.
-    `gradient_bytes`: of all gradients, in another type than the states'; `reads_weights`: which are their own masters.
+    """Add the optimizer, which reads, updates and writes the states, and writes new weights, by sub-group.
+
+    The three stages run in sequence (DeepSpeed's defaults `pipeline_read` and `pipeline_write` false) or, if
+    `pipelined`, overlap for three sub-groups. Gradients are read too unless the arm keeps them in memory.
+    `state_tensors` counts master and moments, or only moments. `gradient_bytes` are the bytes of all gradients if their
+    dtype differs from the states'. With `reads_weights`, weights are their own masters and are read too.
     """
     work, states = step.work, step.swapped_states_bytes
     on_ssd = round(state_tensors * states)
@@ -204,7 +211,7 @@ def swapping_optimizer(
 
 
 def host_optimizer(step: Step, *, after: str) -> str:
-    """AdamW over states that never leave host memory."""
+    """Add AdamW over states that stay in host memory."""
     return step.add("AdamW", "optimizer", {"cpu": step.adamw_s(step.work.spec.parameters)}, after=(after,))
 
 

@@ -1,4 +1,5 @@
-"""Host buffers of SSDTrain: none. Activations go from the device to the SSD, weights and states stay on it."""
+"""Footprint of SSDTrain, which has no host buffers: weights and states stay on the device, and activations go directly
+from there to the SSD."""
 
 from __future__ import annotations
 
@@ -11,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def footprint(build: RankFootprint) -> None:
-    """As with everything on the device: what the arms differ in, the activations, the plan of the GPU has."""
+    """Book the buffers of training on the device; activations, in which the arms differ, are in the GPU's plan."""
     device_only(build)

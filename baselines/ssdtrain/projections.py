@@ -1,4 +1,4 @@
-"""The paper's own cases of its projections: Table III, Fig. 5 and Fig. 8b; the formulas are the planner's."""
+"""The cases of the paper's projections: Table III, Fig. 5 and Fig. 8b; the formulas are the planner's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from memascend.planner.endurance import Drives, Parallelism, Projection, Rates, Transformer, projection
 
-# What the text leaves open is in the authors' fork (github.com/K-Wu/llm-analysis at 44495f6): vocabulary, operations a
-# second, GPUs per block, and for Fig. 5 global batches and the throughputs of Narayanan et al. 2021, Table 2.
+# Values that the text does not state come from the authors' fork (github.com/K-Wu/llm-analysis at 44495f6): vocabulary,
+# operations per second, GPUs per block, and for Fig. 5 the global batches and the throughputs of Narayanan et al. 2021,
+# Table 2.
 _VOCAB, _BATCH, _REACHED = 32_000, 16, 153e12
 TABLE_III = {
     (8192, 4): Transformer(layers=4, hidden=8192, heads=64, context=1024, vocab=_VOCAB),
@@ -24,7 +25,7 @@ _STAGES = {"175B": 12, "530B": 35}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A bar of Fig. 5."""
+    """One bar of Fig. 5."""
 
     framework: str
     size: str
@@ -35,7 +36,7 @@ class Case:
     @property
     def parallel(self) -> Parallelism:
         if self.framework == "ZeRO-3":
-            return Parallelism()  # the throughput is measured, and holds the gathers already
+            return Parallelism()  # the throughput is measured, so it already includes the gathers
         return Parallelism(tensor=8, pipeline=_STAGES[self.size])
 
     @property
@@ -44,7 +45,7 @@ class Case:
 
     @property
     def sequences(self) -> float:
-        """That one replica takes in a step."""
+        """Number of sequences that one replica processes in a step."""
         return self.global_batch * self.parallel.tensor * self.parallel.pipeline / self.gpus
 
 
@@ -64,19 +65,22 @@ FIG_5 = (
 
 
 def table_iii() -> dict[tuple[int, int], Projection]:
-    """(hidden, layers) to the estimate on two GPUs that share each block."""
+    """Return the estimates of Table III by (hidden, layers), for two GPUs that share each block."""
     return {key: scaled(*key) for key in TABLE_III}
 
 
 def fig_5(drives: Drives | None = None) -> Iterator[tuple[Case, Projection, float]]:
-    """Each case with its projection for one sequence (both scale with the batch) and the years that drives live."""
+    """Yield each case of Fig. 5 with its projection for one sequence and the lifetime of the drives in years.
+
+    One sequence suffices, since bytes and seconds both scale with the batch.
+    """
     for case in FIG_5:
         made = projection(case.model, 1, Rates(flops_per_s=case.flops_per_s), case.parallel)
         yield case, made, made.years(drives)
 
 
 def scaled(hidden: int, layers: int, *, tensor: int = 2, pipeline: int = 1) -> Projection:
-    """Fig. 8b: a model of Table III with its layers multiplied by the stages, on tensor x pipeline GPUs.
+    """Return a projection of Fig. 8b: a model of Table III with `pipeline` times the layers on tensor x pipeline GPUs.
 
     A stage holds what the two GPUs of the original hold; only the share of embedding and logits, and the all-reduces,
     change.

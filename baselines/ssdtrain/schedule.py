@@ -1,21 +1,21 @@
-"""A step of SSDTrain: weights and states stay on the GPU; what the model saves for backward waits on the SSD.
+"""Schedule of a step of SSDTrain: weights and states stay on the GPU; tensors saved for backward go to the SSD.
 
     GPU      | F0 | F1 | F2 | F3 | B3 | B2 | B1 | B0 |
     store         | a0 | a1 | a2 |                        as soon as it is computed, first in, first out
     load                         | a2 | a1 | a0 |         in reverse order, ahead of backward
 
-Its parts (the paper's III): the end of the model is kept, since its backward begins at once; what the drive has not
-taken when its load would begin is *forwarded*: backward finds it in memory and nothing is read (III-C2). Loads run
-ahead by one piece of a block: backward works on one while the next one comes.
+Its parts (the paper's III) are: the end of the model is kept, since its backward begins at once; data that the drive
+has not yet stored when their load would begin are *forwarded*, that is, backward finds them in memory and nothing is
+read (III-C2). Loads run one piece of a block ahead of backward.
 
-    ssdtrain      all but the last block is offloaded, as the activation cache here does
-    as_published  all but the last module: the output layer and its loss, behind the blocks (III-C2)
-    hybrid        from the first piece on, as much as the drive takes while forward runs (Fig. 3); the rest is kept
+    ssdtrain      all but the last block is offloaded, as in our activation cache
+    as_published  all but the last module is offloaded: the output layer and its loss, after the blocks (III-C2)
+    hybrid        from the first piece on, as much as the drive takes during forward (Fig. 3); the rest is kept
     keep          everything stays
-    recompute     only the input of each block stays, and backward computes the block once more (Fig. 7)
+    recompute     only the input of each block stays, and backward recomputes the block (Fig. 7)
 
-Left out, as for every system with its states on the GPU: the optimizer. Bytes are those that a plan counts
-(`memascend.planner.gpu_memory`); the pool `SAVED` says how many of them the GPU holds at each instant.
+The optimizer is left out, as for every system with its states on the GPU. The bytes are those that a plan counts
+(`memascend.planner.gpu_memory`); the pool `SAVED` shows how many of them the GPU holds at each instant.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
     from memascend.planner.pieces import Piece
     from memascend.planner.step import Step
 
-_SHARE_OF_RATE = 0.9  # of what the drive takes while forward runs: `hybrid`, as the activation cache plans
-_MOST_BATCHES = 2  # micro batches are alike: more of them are folded into two
+_SHARE_OF_RATE = 0.9  # for `hybrid`: fraction of the drive's capacity during forward, as in the activation cache's plan
+_MOST_BATCHES = 2  # micro batches are alike, so more of them are folded into two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """What a piece of a block saves in one micro batch on one GPU, and what becomes of it.
+    """The activations of one piece of a block in one micro batch on one GPU, and their policy.
 
-    Bytes: `saved` for backward; `entry` its share of the block's input, all that recomputing keeps; `working`, at the
-    piece that backward begins a block with, what the block saves while it is recomputed, else 0. `forwarded`: its store
-    has not ended when its load would have to begin.
+    `saved` are the bytes saved for backward. `entry` is the piece's share of the block's input in bytes, which is all
+    that recomputation keeps. `working` are the bytes that the block saves while it is recomputed, at the piece with
+    which backward begins a block, and 0 elsewhere. `forwarded`: the store has not ended when the load would have to
+    begin.
     """
 
     piece: Piece
@@ -61,7 +62,11 @@ def schedule(step: Step) -> None:
 
 
 def regions_of(step: Step, policies: Sequence[str] | None = None) -> list[Region]:
-    """In the order of forward; `policies` says what becomes of each block (or fold of blocks), else the arm does."""
+    """Return the regions in the order of forward.
+
+    `policies` holds one policy for each block (or fold of blocks); without it, the arm decides. Raises ValueError if
+    their number does not match.
+    """
     work, inner = step.work, step.pieces[1:-1]
     tokens, spec, last = work.batch * work.context, work.spec, PIECES_PER_BLOCK - 1
     block = tokens * _saved_per_token(step)
@@ -83,7 +88,7 @@ def regions_of(step: Step, policies: Sequence[str] | None = None) -> list[Region
 
 
 def _saved_per_token(step: Step) -> int:
-    """Bytes that a block saves."""
+    """Return the bytes that a block saves per token."""
     from memascend.planner.gpu_memory import block_bytes_per_token, megatron_bytes_per_token  # which imports torch
 
     spec, stack = step.work.spec, step.work.stack
@@ -105,11 +110,11 @@ def _policies_of_arm(step: Step, regions: list[Region]) -> list[str]:
     return policies + [KEEP] * kept
 
 
-# -- what becomes of a region in time ----------------------------------------------------------------------------------
+# -- timing of stores and loads ----------------------------------------------------------------------------------------
 
 
 def _rates(step: Step) -> tuple[float, float, float] | None:
-    """Operations per second of the GPU, bytes per second to and from its drive; None if unspecified."""
+    """Return the GPU's FLOP/s and the bytes per second written to and read from its drive; None if unspecified."""
     machine, ranks = step.machine, step.work.ranks
     if machine is None or not (
         machine.gpu_flops_per_s and machine.ssd_read_bytes_per_s and machine.ssd_write_bytes_per_s
@@ -129,7 +134,7 @@ def _taken_in_forward(step: Step) -> float:
 
 
 def _forwarded(step: Step, regions: list[Region]) -> set[str]:
-    """Names of the pieces that are, if backward follows forward at once. Without rates: none."""
+    """Return the names of the forwarded pieces, assuming that backward follows forward at once; none without rates."""
     rates = _rates(step)
     if rates is None:
         return set()
@@ -152,7 +157,11 @@ def _forwarded(step: Step, regions: list[Region]) -> set[str]:
 
 
 def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "") -> str:
-    """Products one after the other; what a piece saves is in memory from its end on, and leaves with its store."""
+    """Add the forward pass and return the name of its last task.
+
+    A piece's saved tensors are in memory from the end of its products; the end of their store frees them, unless they
+    are forwarded.
+    """
     first, last = step.pieces[0], step.pieces[-1]
     done = _compute(step, "forward", batch, first, (after,))
     for region in regions:
@@ -167,7 +176,10 @@ def forward(step: Step, regions: list[Region], *, batch: int = 0, after: str = "
 
 
 def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -> str:
-    """The pieces in reverse order; each gives its memory back when backward is done with it."""
+    """Add the backward pass in reverse order and return the name of its last task.
+
+    Each piece's memory is freed when backward has processed it.
+    """
     last = step.pieces[-1]
     step.pool(SAVED, float("inf"))
     before, done = after, _compute(step, "backward", batch, last, (after,), {SAVED: _loss_bytes(step)})
@@ -181,7 +193,7 @@ def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -
                 name = f"recompute {batch}: {region.piece.name}"
                 ready = [step.add(name, "backward", after=(done,), takes={SAVED: region.working})]
         elif region.policy == OFFLOAD and not region.forwarded:
-            wait = (before, loaded, f"store {batch}: {region.piece.name}")  # while backward works on the piece behind
+            wait = (before, loaded, f"store {batch}: {region.piece.name}")  # during backward of the following piece
             loaded = _transfer(step, "load", batch, region, after=wait, takes=gives)
             ready.append(loaded)
         before, done = done, _compute(step, "backward", batch, region.piece, ready, gives, recomputed=again)
@@ -196,12 +208,12 @@ def _loss_bytes(step: Step) -> float:
 
 
 def _products(step: Step, phase: str, piece: Piece, recomputed: bool = False) -> float:
-    """Of one micro batch."""
+    """Return the FLOP of a piece in one micro batch."""
     return step.products(phase, piece, recomputed=recomputed) / step.work.accumulation
 
 
 def _stands_for(step: Step) -> float:
-    """How many micro batches each that is simulated stands for."""
+    """Return the number of micro batches for which each simulated one stands."""
     return step.work.accumulation / min(step.work.accumulation, _MOST_BATCHES)
 
 
@@ -220,7 +232,7 @@ def _compute(
 
 
 def _saves(step: Step, batch: int, piece: Piece, nbytes: float, after: str) -> str:
-    """Memory is taken at the end of the products that fill it."""
+    """Add a task that takes memory for saved tensors at the end of the products that compute them."""
     return step.add(f"save {batch}: {piece.name}", "forward", after=(after,), takes={SAVED: nbytes})
 
 
@@ -234,7 +246,7 @@ def _transfer(
     takes: Mapping[str, float] | None = None,
     gives: Mapping[str, float] | None = None,
 ) -> str:
-    """Between GPU and drive, over the GPU's link."""
+    """Add a transfer between GPU and drive, over the GPU's link."""
     moved = _stands_for(step) * region.saved
     if what == "store":
         step.activation_bytes += step.work.ranks * moved

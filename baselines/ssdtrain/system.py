@@ -1,9 +1,9 @@
-"""SSDTrain: weights and states on the device, activations on the SSD; beside it keeping and recomputing all (Fig. 7).
+"""SSDTrain: weights and states on the device, activations on the SSD; with arms that keep or recompute all (Fig. 7).
 
-What becomes of activations in each arm is in schedule.py.
+The treatment of activations in each arm is described in schedule.py.
 
-The paper trains in FP16 with SGD to make room on its GPU; here AdamW over fp32 masters, as in every other system, so
-that losses can be compared. Its tensor parallelism over two GPUs is one rank here.
+The paper trains in FP16 with SGD to save GPU memory; here AdamW with fp32 masters is used, as in every other system, so
+that losses can be compared. The paper's tensor parallelism over two GPUs is one rank here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARMS["as_published"] = Arrangement(label="SSDTrain (as published)", states_on="
 
 
 class SSDTrain(PlannedSystem):
-    """One process. An arm is what becomes of activations, and has to agree with the run's `checkpointing`."""
+    """SSDTrain in one process; an arm determines the treatment of activations and must match `checkpointing`."""
 
     def defaults(self, arm: str) -> dict[str, Any]:
         return {"checkpointing": _CHECKPOINTING[arm]} if arm in _CHECKPOINTING else {}

@@ -1,14 +1,14 @@
-"""A step of ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters, gradients and optimizer states on NVMe.
+"""Schedule of a step of ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters, gradients and optimizer states on NVMe.
 
     SSD    | read weights ------------ | read weights, write gradients | . | read | .. | write | read | .. | write ...
     PCIe   |   copy weights, ckpts up  |   copy weights, ckpts down    | . |
     GPU    |     products              |     recompute, backward       | . |
     CPU    |                           |                               |chk|      |Adam|       |      |Adam|
 
-Forward and backward are "overlap-centric" (section 5 of its paper): while the GPU works on one piece, the next is on
-its way, as far as the parameter pool has buffers. Then everything stops for the overflow check, a chain of whole-buffer
-operations; and the optimizer goes through its sub-groups one by one, reading, updating and writing in turn. Where the
-device is a CPU, the thread that waits is the one that computes: `memascend.baselines.protocol.on_cpu`.
+Forward and backward are "overlap-centric" (section 5 of its paper): while the GPU works on one piece, the next ones are
+read, as far as the parameter pool has buffers. Then everything stops for the overflow check, a chain of whole-buffer
+operations, and the optimizer processes its sub-groups one by one, reading, updating and writing in turn. If the device
+is a CPU, the thread that waits is also the one that computes: `memascend.baselines.protocol.on_cpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, as published and as it is today."""
+"""ZeRO-Infinity: DeepSpeed ZeRO-3 with parameters and optimizer on NVMe, as published and in today's version."""
 
 from __future__ import annotations
 

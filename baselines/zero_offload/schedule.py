@@ -1,7 +1,7 @@
-"""A step of ZeRO-Offload in its ZeRO-3 form: weights and states in host memory, nothing on an SSD.
+"""Schedule of a step of ZeRO-Offload in its ZeRO-3 form: weights and states in host memory, nothing on an SSD.
 
-Weights cross PCIe in forward and in backward, gradients cross it back, the CPU checks them and updates everything while
-the GPU waits (the one-step delayed update of its paper is not part of ZeRO-3).
+Weights cross PCIe in forward and in backward, gradients cross it in the other direction, and the CPU checks them and
+updates everything while the GPU waits (the one-step delayed update of its paper is not part of ZeRO-3).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ZeRO-Offload as the papers use it: ZeRO-3 with parameters and optimizer in CPU memory. The reference of losses."""
+"""ZeRO-Offload as the papers use it: ZeRO-3 with parameters and optimizer in CPU memory; the reference for losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memascend.baselines.protocol import DeepSpeedSystem, RunSpec, Sizes, host_o
 from memascend.baselines.zero_offload.schedule import schedule
 
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
-# Without swapping there is no swap buffer; what torch pins is rounded as CUDA's caching allocator does.
+# Without swapping there are no swap buffers; memory pinned by torch is rounded as by CUDA's caching allocator.
 _ARMS = {"today": arrangement_of_parts(_STOCK, "ZeRO-Offload", states_on="host", swapped="power_of_two")}
 
 

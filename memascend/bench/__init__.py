@@ -1,1 +1,1 @@
-"""Benchmarks of the parts, each against its peers and its limit in the same run: `memascend bench …`."""
+"""Benchmarks of the parts, each compared with its peers and its limit in the same run: `memascend bench …`."""

@@ -1,10 +1,11 @@
-"""Activations kept, computed again, copied, or sent to the SSD: memory, seconds and waits of one model, in turns.
+"""Benchmark of keeping, recomputing, copying or offloading activations: memory, time and waits for one model.
 
-SSDTrain, Figs. 6, 7 and 8a, against what PyTorch itself has. A step is a forward and a backward pass; each turn is one
-step that is not counted and one that is, the ways in another order each round, in one process whose allocator gives
-large blocks back at once. Memory is the kernel's high-water mark over what was resident before the step, and the
-cache's own account. Beside it the prediction: a pass that keeps everything, with the bytes and times of each tensor
-that it saved, simulated with a drive of the rates that a probe found before the first step.
+This covers SSDTrain, Figs. 6, 7 and 8a, compared with PyTorch's own means. A step is a forward and a backward pass.
+Each turn consists of one untimed and one timed step; the order of the ways changes from round to round. All ways run in
+one process, whose allocator returns large blocks to the system at once. Memory is reported as the kernel's high-water
+mark minus the resident memory before the step, and as the cache's own account. The prediction simulates a pass that
+keeps everything, with the bytes and times of each tensor that it saved, on a drive with the rates that a probe measured
+before the first step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from memascend.bench.rounds import conditions, ratios, spread
 from memascend.memory.resident import resident_bytes
 
 WAYS = ("keep", "recompute", "save_on_cpu", "ssd", "mix")
-_MINIMUM_BYTES = 2 << 20  # of a tensor that the cache sends, over k^2 in a twin: the paper's 2^20 elements
+_MINIMUM_BYTES = 2 << 20  # of an offloaded tensor, the paper's 2^20 elements; divided by k^2 in a twin
 _CHUNK_BYTES = 4 << 20  # of logits
 _PROBED_BYTES, _PROBED_TENSORS = 8 << 20, 24
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
@@ -38,9 +39,13 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "1310
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOptions:
-    """`batches` of `context` tokens per sequence; `mix`: policies of blocks for the way of that name, as
-    :class:`ActivationPolicy` reads them (default: the first half offloaded, then one computed again, the rest kept).
-    `repeats`: rounds of each batch. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
+    """Options of the benchmark.
+
+    `batches` are batch sizes, in sequences of `context` tokens. `mix` gives the block policies of the way of that name,
+    in the format of :class:`ActivationPolicy` (default: the first half offloaded, the next block recomputed, the rest
+    kept). `repeats` is the number of rounds per batch size. `model` is a name or path that
+    :func:`memascend.planner.model_spec` accepts; its dimensions are divided by `twin`.
+    """
 
     model: str
     folder: Path
@@ -67,7 +72,10 @@ class ActivationOptions:
 
 
 def measure(options: ActivationOptions) -> dict[str, Any]:
-    """Every round, and a row for each batch and way. ValueError, in one line, for what cannot be measured."""
+    """Run the benchmark in a subprocess; return every round and a summary row for each batch size and way.
+
+    Raises a one-line ValueError for invalid options, and RuntimeError if the subprocess fails.
+    """
     unknown = next((way for way in options.ways if way not in WAYS), None)
     if unknown is not None or "keep" not in options.ways:
         wrong = f"unknown way {unknown!r}" if unknown else "without 'keep' there is nothing to compare with"
@@ -96,7 +104,7 @@ def measure(options: ActivationOptions) -> dict[str, Any]:
 def _rows(
     options: ActivationOptions, batch: int, points: list[dict[str, Any]], found: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Bytes and seconds, and both as the plan has them."""
+    """Yield a summary row for each way, with measured and predicted bytes and seconds."""
     ways = {point["method"]: point for point in points}
     kept = ways["keep"]
     kept_peak = spread(kept["peak_bytes"]).median
@@ -123,7 +131,10 @@ def _rows(
 def _predicted(
     options: ActivationOptions, way: str, kept_pass: Mapping[str, Any], drive: Mapping[str, float], backward: float
 ) -> tuple[float, float]:
-    """Seconds of a step and bytes of saved activations at their peak. `backward`: how many times the forward pass."""
+    """Return the predicted seconds of a step and peak bytes of saved activations.
+
+    `backward` is the time of the backward pass divided by that of the forward pass.
+    """
     from memascend.activation.peak import predicted_peak
     from memascend.activation.record import Plan, Record, block_of
 
@@ -144,7 +155,7 @@ def _predicted(
 
 def _policies(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]:
     all_alike = {"keep": (KEEP,) * layers, "recompute": (RECOMPUTE,) * layers}
-    all_alike["ssd"] = (OFFLOAD,) * (layers - 1) + (KEEP,)  # as the cache does by itself
+    all_alike["ssd"] = (OFFLOAD,) * (layers - 1) + (KEEP,)  # the cache's default behaviour
     return all_alike[way] if way in all_alike else options.policy(layers).per_block(layers, "--mix")
 
 
@@ -152,7 +163,7 @@ def _policies(options: ActivationOptions, way: str, layers: int) -> tuple[str, .
 
 
 class _Trainer:
-    """One model with its ways; each way is entered for a turn and left again."""
+    """One model and the ways in which it trains; each way is active for one turn at a time."""
 
     def __init__(self, options: ActivationOptions) -> None:
         from memascend.activation import ActivationCache, CacheOptions
@@ -161,7 +172,7 @@ class _Trainer:
 
         self.options, spec = options, options.spec()
         self.model = _model(spec)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # moves what an update moves, and no weight
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # moves an update's bytes, changes no weight
         self._copied = 0
         self._ends = ExitStack()
 
@@ -206,7 +217,7 @@ class _Trainer:
         return self.caches[way].active() if way in self.caches else nullcontext()
 
     def _on_cpu(self) -> AbstractContextManager[Any]:
-        """PyTorch's own, with its copies counted: they live until backward has used them."""
+        """Return PyTorch's `save_on_cpu` with its copied bytes counted; a copy lives until backward has used it."""
         stock = torch.autograd.graph.save_on_cpu()
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -216,7 +227,7 @@ class _Trainer:
         return torch.autograd.graph.saved_tensors_hooks(pack, stock.unpack_hook)
 
     def step(self, ids: torch.Tensor) -> dict[str, float]:
-        """Seconds and bytes of a forward and a backward pass, and of an update."""
+        """Run a forward pass, a backward pass and an update; return their seconds and the peak bytes of the passes."""
         self.model.zero_grad(set_to_none=False)
         self._copied = 0
         gc.collect()
@@ -252,10 +263,10 @@ class _Trainer:
         return found | moved | {"saved_peak_bytes": peak, "host_copy_bytes": self._copied, "sha256": self._digest()}
 
     def kept_pass(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What a step saves where nothing is done about it, by the cache's account: (name, bytes, seconds) of each."""
+        """Return the cache's account of a step that keeps everything: (name, bytes, seconds) of each saved tensor."""
         cache = self.caches["account"]
         with cache.active():
-            for _ in range(2):  # the first one is slow
+            for _ in range(2):  # the first pass is slow
                 cache.restart_peak()
                 self.step(ids)
         record = cache.record
@@ -275,8 +286,11 @@ class _Trainer:
 
 
 def _model(spec: Any) -> Any:
-    """Without dropout, so that every way has the same work; the loss never holds all logits, whose working memory would
-    be the peak of what computes its blocks again."""
+    """Build the model without dropout and with a chunked loss.
+
+    Without dropout every way does the same work. The chunked loss never materializes all logits, whose memory would
+    otherwise be the peak of the ways that recompute blocks.
+    """
     from memascend.integrations.huggingface import causal_lm
     from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
@@ -289,7 +303,7 @@ def _model(spec: Any) -> Any:
 
 
 def _piece_bytes(options: ActivationOptions, batch: int) -> int:
-    """What a quarter of a block saves: the plan reads that far ahead."""
+    """Return the bytes that a quarter of a block saves, which is how far the plan reads ahead."""
     from memascend.planner.gpu_memory import block_bytes_per_token
     from memascend.planner.pieces import PIECES_PER_BLOCK
 
@@ -298,7 +312,7 @@ def _piece_bytes(options: ActivationOptions, batch: int) -> int:
 
 
 def _drive(folder: Path) -> dict[str, float]:
-    """Bytes per second of tensors of some MiB, written and then read, each alone."""
+    """Return the bytes per second at which tensors of 8 MiB are written and then read, one direction at a time."""
     from memascend.storage.engine_tiers import DirectTier
 
     tensor = torch.ones(_PROBED_BYTES, dtype=torch.uint8)

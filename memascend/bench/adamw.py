@@ -1,10 +1,10 @@
-"""AdamW against DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), with the roofline beside it.
+"""Benchmark of AdamW against DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), with the roofline.
 
-Roofline: a step reads parameter, gradient, momentum and variance and writes three of them. With fp32 that is
-4 * 4 + 3 * 4 = 28 bytes per element, with bf16 states 14, with fp16 gradients and an fp16 copy beside fp32 states 28.
-With 8-bit moments and bf16 gradients it reads 2 + 2 + 1 + 1 and writes 2 + 1 + 1, and two bytes of scales for 32
-elements both ways: 10.125.
-The bandwidth is that of the fastest loop that reads and writes in place in the same run.
+For the roofline, a step reads parameter, gradient, momentum and variance and writes all but the gradient. With fp32
+that is 4 * 4 + 3 * 4 = 28 bytes per element; with bf16 states it is 14; with fp16 gradients and an fp16 copy in
+addition to fp32 states it is 28. With 8-bit moments and bf16 gradients a step reads 2 + 2 + 1 + 1 bytes, writes
+2 + 1 + 1, and moves two bytes of scales per 32 elements in both directions: 10.125 in total.
+The bandwidth is that of the fastest in-place read-write loop in the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STOCK_OPS = "memascend.integrations.deepspeed.stock_ops"
 
 
 class _Ours:
-    """Counts the steps."""
+    """One of our AdamW updates as a callable that counts its steps."""
 
     def __init__(self, *tensors: torch.Tensor, update: Callable[..., None] = adamw_) -> None:
         self.tensors = tensors
@@ -60,7 +60,7 @@ def _torch_fused(param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor)
 
 def _deepspeed(tensors: list[torch.Tensor], missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger takes what is standard output at its import
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger binds stdout at import
             stock_ops = importlib.import_module(_STOCK_OPS)
             return {"deepspeed": stock_ops.cpu_adam_step(*tensors, **_OPTIONS)}
     except ImportError as error:
@@ -71,7 +71,7 @@ def _deepspeed(tensors: list[torch.Tensor], missing: dict[str, str]) -> dict[str
 
 
 def _ways(numel: int, missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    # The fp32 ways share their tensors: each does a step from wherever the one before has left them.
+    # The fp32 ways share their tensors; each step continues from the values that the previous one left.
     single = [filled(numel, torch.float32), filled(numel, torch.float32, 1e-2)]
     single += [torch.zeros(numel), torch.zeros(numel)]
     brain = [filled(numel, torch.bfloat16), filled(numel, torch.bfloat16, 1e-2)]
@@ -91,7 +91,7 @@ def _ways(numel: int, missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
 
 
 def measure(numels: list[int], repeats: int) -> dict[str, Any]:
-    """Points: seconds of every round for each way and number of elements; a peer that is missing is named."""
+    """Return the seconds of every round for each way and number of elements, and the reason for each missing peer."""
     points: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     for numel in numels:
@@ -110,7 +110,7 @@ def measure(numels: list[int], repeats: int) -> dict[str, Any]:
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each size: bandwidth, seconds that the bytes alone would take, and times faster than DeepSpeed and torch."""
+    """Return, by size and way, the bandwidth, the roofline in seconds, and the speed-up over DeepSpeed and torch."""
     out = []
     for numel in dict.fromkeys(p["numel"] for p in points):
         here = {p["method"]: p for p in points if p["numel"] == numel}

@@ -1,4 +1,4 @@
-"""What the parts of `memascend bench` share: how options are read, and a spread shown."""
+"""Shared helpers of the parts of `memascend bench`: parsing options and formatting spreads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 Count = Callable[[str], int]
 
 
-LARGEST_AMOUNT = 2**63  # a size in the kernel's words
+LARGEST_AMOUNT = 2**63  # sizes in the kernel are signed 64-bit integers
 
 
 def counts(option: str, text: str, count: Count) -> list[int]:
@@ -22,7 +22,10 @@ def counts(option: str, text: str, count: Count) -> list[int]:
 
 
 def amounts_of(option: str, text: str, unit: str, other: str = "") -> list[int]:
-    """Elements or bytes: beyond what a count may be, since tensors are; 3e7 is 30000000."""
+    """Parse comma-separated numbers of elements or bytes; 3e7 means 30000000.
+
+    Unlike counts, they may be as large as tensors are. Raises ValueError, naming `option`, for an invalid number.
+    """
     amounts = []
     for part in text.split(","):
         amount = float(part) if re.fullmatch(r"\d+(\.\d+)?e\d+", part) else int(part) if part.isdecimal() else 0
@@ -47,7 +50,7 @@ def require_folder(folder: Path, option: str = "--folder") -> None:
 
 
 def in_memory_note(folder: Path) -> list[str]:
-    """A line where there is no disk below the folder."""
+    """Return a one-line note if the folder's file system is in memory, otherwise an empty list."""
     from memascend.doctor.checks import IN_MEMORY, file_system
 
     kind = file_system(folder.resolve())

@@ -1,4 +1,4 @@
-"""Pinned memory and buffer pools: bytes that each policy takes, and what a request costs."""
+"""Benchmark of pinned memory and buffer pools: the bytes that each policy reserves and the time of a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEASES = 2000  # a lease takes microseconds: many are timed together
 
 
 def measure_pinned(sizes_bytes: list[int], repeats: int) -> dict[str, Any]:
-    """Allocate, lock and free a buffer of each size by either allocator."""
+    """Time each allocator at allocating, locking and freeing a buffer of each size; return points and summary."""
     points = []
     for size in sizes_bytes:
         seconds = alternate({name: _allocate_and_free(make, size) for name, make in _ALLOCATORS.items()}, repeats)
@@ -70,7 +70,10 @@ def _allocate_and_free(make: Callable[..., Any], size: int) -> Callable[[], None
 
 
 def measure_pool(model: str, repeats: int) -> dict[str, Any]:
-    """Bytes of the pools of a model, counted by the code that a run uses, and the time of a lease and its return."""
+    """Return the bytes of each kind of pool for a model, and the time of a lease and its return.
+
+    The bytes are counted by the code that a run uses.
+    """
     tensors = streamed(model_spec(model).tensors(), element_bytes=2)
     points = []
     for name, build in _pools(tensors).items():
@@ -95,7 +98,8 @@ def measure_pool(model: str, repeats: int) -> dict[str, Any]:
 
 
 def _pools(tensors: Any) -> dict[str, Callable[[Ledger], BufferPool]]:
-    """Monolithic as published (each buffer rounded by itself), as one tensor (DeepSpeed), and adaptive."""
+    """Return constructors of the pools: monolithic as published (each buffer rounded by itself), monolithic as one
+    tensor (DeepSpeed), and adaptive."""
     count, classes = tensors.monolithic_count(), adaptive_pool_classes(tensors.blocks, tensors.outside)
 
     def monolithic(separate: bool) -> Callable[[Ledger], BufferPool]:
@@ -113,7 +117,7 @@ def _pools(tensors: Any) -> dict[str, Callable[[Ledger], BufferPool]]:
 
 
 def _lease_all(pool: BufferPool, block: tuple[int, ...]) -> Callable[[], None]:
-    """A block's tensors are leased and returned, again and again, as a forward pass does."""
+    """Return a function that leases and returns a block's tensors repeatedly, as a forward pass does."""
 
     def run() -> None:
         for _ in range(_LEASES // len(block)):

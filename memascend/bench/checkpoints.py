@@ -1,9 +1,9 @@
-"""What a checkpoint of `memascend train` takes on a file system: sharing the swap files' blocks, and copying them.
+"""Benchmark of `memascend train`'s checkpoints on one file system: sharing the swap files' blocks against copying them.
 
-Two trainings, one after the other, with swap files and checkpoints in folders of the same file system; each saves after
-every step. Seconds are the save's own, bytes those that the kernel says it wrote. The limit is what its bytes take at
-the rates of the drive, tried before, between and after: all of a checkpoint read once, out of the swap files or for its
-checksum, and then what is written.
+Two trainings run one after the other, with swap files and checkpoints in folders of the same file system; each saves
+after every step. Seconds are the duration of the save alone; bytes are those that the kernel reports as written. The
+limit is the time that the bytes take at the drive's rates, which are measured before, between and after the trainings:
+the whole checkpoint is read once, from the swap files or for its checksum, and the written bytes are written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS = {"shared": (), "copied": ("--copy-checkpoints",)}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointBench:
-    """`repeats` saves are timed after one that is not; the model is `twin` times smaller in each dimension."""
+    """Options of the benchmark: `repeats` saves are timed after an untimed one; `twin` divides the model's sizes."""
 
     folder: Path
     model: str = "qwen2.5-0.5b"
@@ -39,7 +39,7 @@ class CheckpointBench:
 
 
 def measure(options: CheckpointBench) -> dict[str, Any]:
-    """Points and summary by way. RuntimeError with the end of what a training said where it fails."""
+    """Return points and summary by way. Raises RuntimeError with the last line of a training's output if it fails."""
     points, speeds = [], [_speed(options.folder)]
     for method, words in WAYS.items():
         points.append({"method": method, **_saved(options, words)})
@@ -57,7 +57,7 @@ def _speed(folder: Path) -> DeviceSpeed:
 
 
 def _summary(point: dict[str, Any], read: float, write: float) -> dict[str, Any]:
-    """Medians, of the seconds with quartiles; `limit_s` at these bytes per second."""
+    """Return the medians (with quartiles for seconds) and `limit_s` for drive rates `read` and `write` in bytes/s."""
     moved = {name: median(point[name]) for name in ("written_bytes", "shared_bytes")}
     limit = point["checkpoint_bytes"] / read + moved["written_bytes"] / write
     return {"method": point["method"], "seconds": vars(spread(point["seconds"])), "limit_s": limit, **moved}

@@ -1,4 +1,4 @@
-"""`memascend bench PART [--json] [--out FILE]`; `PARTS` lists the parts."""
+"""The command `memascend bench PART [--json] [--out FILE]`; `PARTS` lists the parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memascend.bench.arguments import Count
 
 @dataclass(frozen=True)
 class Part:
-    """One benchmark: what it is called, what it measures, how it is run, and the options that it alone has."""
+    """One benchmark: its name, the function that runs it, its help text, and a function that adds its own options."""
 
     name: str
     run: Callable[..., tuple[dict[str, Any], list[str]]]
@@ -104,7 +104,7 @@ PARTS = (
 
 
 def add_benchmarks(parts: Any, count: Count) -> None:
-    """Add one parser for each part; `count` reads a positive whole number. Nothing heavy is imported here."""
+    """Add one parser for each part; `count` parses a positive integer. The benchmarks themselves are imported later."""
     for part in PARTS:
         parser = parts.add_parser(part.name, help=part.text)
         parser.add_argument("--json", action="store_true", help="machine-readable output with every round")

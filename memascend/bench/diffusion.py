@@ -1,4 +1,4 @@
-"""A diffusion transformer with adaLN modulation, as LoHan's Fig. 12 trains it: a module that no library here has."""
+"""A diffusion transformer with adaLN modulation, as trained in LoHan's Fig. 12; no installed library provides one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from torch import Tensor, nn
 from torch.nn import functional
 
-PATCH, STEPS, HEADS = 16, 1000, 8  # numbers of a patch of the latent image; steps of the diffusion; of attention
+PATCH, STEPS, HEADS = 16, 1000, 8  # values in a patch of the latent image; diffusion steps; attention heads
 
 
 class DiT(nn.Module):
-    """`layers` blocks of 18 `hidden`^2 parameters, of which 6 modulate (LoHan, Table VI); HEADS must divide `hidden`.
+    """Diffusion transformer that learns to predict the noise added to patches of images (LoHan, Table VI).
 
-    Learns what noise was added to patches of images.
+    It has `layers` blocks of 18 `hidden`^2 parameters each, of which 6 `hidden`^2 are for the modulation. HEADS must
+    divide `hidden`.
     """
 
     def __init__(self, layers: int, hidden: int) -> None:
@@ -24,7 +25,11 @@ class DiT(nn.Module):
         self.noise = nn.Linear(hidden, PATCH)
 
     def forward(self, images: Tensor, noise: Tensor, steps: Tensor) -> SimpleNamespace:
-        """`images`, `noise`: (images, patches, PATCH); `steps`: (images,), below STEPS. `loss`: mean squared error."""
+        """Return an object whose `loss` is the mean squared error of the predicted noise, in fp32.
+
+        `images` and `noise` have the shape (images, patches, PATCH); `steps` has the shape (images,) and values below
+        STEPS.
+        """
         kept = (1 - steps / STEPS).to(images.dtype)[:, None, None]
         x, c = self.patches(kept * images + (1 - kept) * noise), self.times(steps)
         for layer in self.layers:
@@ -40,7 +45,7 @@ class _Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        """`x`: (images, patches, hidden); `c`: (images, hidden)."""
+        """Transform `x` of shape (images, patches, hidden), conditioned on `c` of shape (images, hidden)."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(functional.silu(c))[:, None].chunk(6, -1)
         h = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
         q, k, v = self.qkv(h).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)

@@ -1,17 +1,17 @@
-"""A step of the streaming engine against one of plain PyTorch in memory: the same model, tokens and products, in turns.
+"""Benchmark of a step of the streaming engine against one of plain PyTorch in memory, with the same model and tokens.
 
-In memory is what PyTorch itself has: transformers' checkpointing of every block and torch's fused AdamW. Streamed,
-everything is on the SSD (LoHan, arXiv 2403.06504, IV-C), in one of the paper's three ways of using gradients. Every way
-has a model of its own in one process and takes a step in each round, the order shuffled; ratios are taken round by
-round. Beside a streamed step stands how fast its phases could have been (`memascend.engine.limit`).
+The in-memory step uses PyTorch's own means: transformers' checkpointing of every block and torch's fused AdamW. A
+streamed step keeps everything on the SSD (LoHan, arXiv 2403.06504, IV-C), with one of the paper's three ways of using
+gradients. Every way has its own model in one process and takes one step in each round, in shuffled order; ratios are
+computed round by round. A streamed step is also compared with a bound for each phase (`memascend.engine.limit`).
 
-With `device="cuda"` a GPU computes: in memory all of the model and AdamW's states are on it, streamed the model starts
-in host memory, and AdamW runs on the CPU.
+With `device="cuda"` a GPU computes: the in-memory way has the whole model and AdamW's states on the GPU; the streamed
+ways start with the model in host memory and run AdamW on the CPU.
 
-With `cores="split"` this machine is a testbed in small: products have one core, as a device of their own, updates, I/O
-and all else the others. With a `path_rate` the SSD is one of that speed (`memascend.bench.rate_limit`), and the
-simulator's step stands beside: made of the steps in memory and of AdamW's rate by itself (`memascend.bench.predicted`).
-With `device_to_ssd` the rate is chosen so that device and SSD stand to one another as a testbed's.
+With `cores="split"` this machine emulates a testbed: matrix products get one core, which plays the device, and updates,
+I/O and everything else get the others. With `path_rate` the SSD is limited to that rate (`memascend.bench.rate_limit`),
+and a simulated step is reported too; it is derived from the in-memory steps and the separately measured rate of AdamW
+(`memascend.bench.predicted`). With `device_to_ssd` the rate is chosen to give a testbed's ratio of device to SSD time.
 """
 
 from __future__ import annotations
@@ -46,29 +46,32 @@ _STREAMED: dict[str, dict[str, Any]] = {
     "naive": {"arm": "naive"},
     "none": {"arm": "none"},
     "as_published": {"swap": "algorithm 1"},
-    "inputs": {"checkpoints": "device"},  # of blocks stay in memory
+    "inputs": {"checkpoints": "device"},  # the inputs of blocks stay in memory
     "swapped": {"swap": "best"},
 }
 WAYS = ("memory", *_STREAMED)
-_SHARE = re.compile(r"swap(\d{1,2}|100)")  # percent of the products' results that may be swapped
+_SHARE = re.compile(r"swap(\d{1,2}|100)")  # percentage of the products' results to swap
 _DIT = re.compile(r"dit:(\d+)x(\d+)x(\d+)")
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ADAMW_ELEMENTS = 1 << 24
-_RATED = 3  # steps in memory that the SSD's rate is taken from
-_WARM_UP = 2  # the first makes AdamW's states or the engine's profile, the second knows the order of the visits
+_RATED = 3  # in-memory steps from which the SSD's rate is derived
+_WARM_UP = 2  # the first creates AdamW's states or the engine's profile, the second knows the order of the visits
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineBench:
-    """`contexts`: tokens of a sequence, one sequence a step. `repeats`: rounds at each. `model`: as
-    :func:`memascend.planner.model_spec` takes it, divided by `twin`; or dit:LAYERSxWIDTHxPATCHES, a diffusion
-    transformer (:class:`memascend.bench.diffusion.DiT`): `contexts` are images of a step then, and none is simulated.
-    `ways`: some of `WAYS`, and swap0 to swap100.
-    `cores`: see above. `path_rate`: bytes per second of the SSD, read and written together; 0: as it is.
-    `device_to_ssd`: seconds of the products, at the last of the contexts, over those of the SSD in an optimized step;
-    it sets `path_rate`, after steps in memory before all others.
-    `trace`: events of one more step of each streamed way. `device`: what computes, cpu or cuda."""
+    """Options of the benchmark.
+
+    `contexts` are sequence lengths in tokens, with one sequence per step; `repeats` is the number of rounds at each.
+    `model` is a name or path that :func:`memascend.planner.model_spec` accepts, or dit:LAYERSxWIDTHxPATCHES for a
+    diffusion transformer (:class:`memascend.bench.diffusion.DiT`), whose `contexts` are images per step and whose steps
+    are not simulated; its dimensions are divided by `twin`. `ways` are members of `WAYS`, and swap0 to swap100.
+    `cores` is `shared` or `split` (see the module). `path_rate` is the SSD's rate in bytes per second, reads and writes
+    together (0: unlimited). `device_to_ssd` is the time of the products, at the last context, divided by the SSD's time
+    in an optimized step; it determines `path_rate`, from in-memory steps that run before all others.
+    `trace` adds the events of one more step of each streamed way. `device` computes: cpu or cuda.
+    """
 
     model: str
     folder: Path
@@ -86,7 +89,10 @@ class EngineBench:
 
 
 def measure(options: EngineBench) -> dict[str, Any]:
-    """Every round, and a row for each length and way. ValueError, in one line, for what cannot be measured."""
+    """Run the benchmark in a subprocess; return every round and a summary row for each context and way.
+
+    Raises a one-line ValueError for invalid options, and RuntimeError if the subprocess fails.
+    """
     unknown = next((way for way in options.ways if way not in WAYS and not _SHARE.fullmatch(way)), None)
     if unknown is not None or "memory" not in options.ways:
         wrong = f"unknown way {unknown!r}" if unknown else "without 'memory' there is nothing to compare with"
@@ -114,9 +120,9 @@ def measure(options: EngineBench) -> dict[str, Any]:
         _spec(options)
     asked = asdict(options) | {"folder": str(options.folder)}
     threads = 1 if options.cores == "split" else options.threads
-    environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": str(threads)}  # as train's ranks have it
+    environment = {**MALLOC, **os.environ, "OMP_NUM_THREADS": str(threads)}  # as in the ranks of train
     options.folder.mkdir(parents=True, exist_ok=True)
-    # Of its own, so that what a killed benchmark has left stands in no other's way.
+    # A folder of its own, so that files left by a killed benchmark do not interfere with another run.
     with tempfile.TemporaryDirectory(prefix="bench-engine-", dir=options.folder) as own:
         command = [sys.executable, "-m", "memascend.bench.engine", json.dumps(asked | {"folder": own})]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -135,12 +141,12 @@ def measure(options: EngineBench) -> dict[str, Any]:
         found["predicted"] = [
             each for point in found["points"] for each in predicted_steps(point, found["adamw"], **of_model)
         ]
-        found["foretold"] = found["predicted"]  # the name in version 1.0, until 2.0
+        found["foretold"] = found["predicted"]  # name used in version 1.0; to be removed in 2.0
     return {**facts, "options": asked, **found, "summary": list(_rows(found["points"]))}
 
 
 def _dit(options: EngineBench) -> tuple[int, int, int] | None:
-    """Layers, width and patches of an image of the twin, where the model is a diffusion transformer."""
+    """Return the twin's layers, width and patches per image for a diffusion transformer; None for other models."""
     found = _DIT.fullmatch(options.model)
     if found is None:
         return None
@@ -161,7 +167,7 @@ def _spec(options: EngineBench) -> Any:
 
 
 def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Seconds, their ratio to those in memory, and by phase how many seconds more they are."""
+    """Yield a row for each point: seconds, their ratio to the in-memory way, and the extra seconds of each phase."""
     for mine in points:
         memory = next(p for p in points if p["context"] == mine["context"] and p["method"] == "memory")
         row = {name: mine[name] for name in ("context", "method")}
@@ -172,7 +178,7 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
         for name in PHASES:
             row[f"more_{name}"] = spread([a - b for a, b in zip(mine[name], memory[name], strict=True)]).median
-        # Blocks are profiled at the first length: of others there is no bound.
+        # Blocks are profiled at the first context only, so the other contexts have no bound.
         profiled = mine["context"] == points[0]["context"] and mine["bound_share"][-1]
         row["bound_share"] = spread(mine["bound_share"]).median if profiled else None
         row["bottleneck"] = mine["bottleneck"][-1] if profiled else None
@@ -185,7 +191,7 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 class _Way:
-    """One model in its way of training."""
+    """A model that is trained in one way, with its engine unless that way is in memory."""
 
     def __init__(self, way: str, options: EngineBench, ends: ExitStack, *, measure: bool = True) -> None:
         from memascend.engine.options import EngineOptions
@@ -216,7 +222,7 @@ class _Way:
         self.engine = session.engine
 
     def batch(self, generator: torch.Generator, context: int, sequences: int = 1) -> dict[str, torch.Tensor]:
-        """What one step is given: `sequences` of `context` tokens, or `context` images."""
+        """Return the model's arguments for one step: `sequences` of `context` tokens, or `context` images."""
         if self.dit is None:
             ids = torch.randint(0, self.model.config.vocab_size, (sequences, context), generator=generator)
             ids = ids.to(self.device)
@@ -226,7 +232,10 @@ class _Way:
         return {"images": images, "noise": noise, "steps": steps}
 
     def step(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> dict[str, Any]:
-        """`cores`: the first one is the products' device; what a streamed step does after backward is the others'."""
+        """Run one step and return its phase times, loss, bytes moved and bound.
+
+        If `cores` are given, the first one plays the device; a streamed step's work after backward runs on the others.
+        """
         moved = self.engine.transferred if self.engine is not None else (0, 0)
         times = [self._now()]
         loss = self.model(**batch).loss
@@ -249,12 +258,12 @@ class _Way:
         return found | {"bottleneck": limit.bottleneck if limit is not None else None}
 
     def _now(self) -> float:
-        """Seconds, when the device has computed all that it was given."""
+        """Wait until the device has finished its queued work, and return the time in seconds."""
         synchronize(self.device)
         return time.perf_counter()
 
     def traced(self, batch: dict[str, torch.Tensor], cores: Sequence[int] = ()) -> list[dict[str, Any]]:
-        """Events of a step, from its begin on. `cores`: as of `step`."""
+        """Run one step and return its events, with times from the start of the step. `cores` is as in `step`."""
         from memascend.integrations.engine_trace import record_engine
         from memascend.simulator.recorder import Recorder, from_zero
 
@@ -270,8 +279,11 @@ class _Way:
 
 
 def take_turns(asked: dict[str, Any], turn_fd: int, done_fd: int) -> dict[str, Any]:
-    """Steps of one way on request: a line with tokens and sequences comes in, one with what the step took (JSON) goes
-    out. Ends with the first descriptor; there is nothing to say then. `asked`: of `EngineBench`."""
+    """Run steps of the first way on request, until `turn_fd` reaches its end; return an empty dict.
+
+    For each line with numbers of tokens and sequences read from `turn_fd`, one step runs, and its phase times and bytes
+    are written to `done_fd` as a line of JSON. `asked` holds the fields of `EngineBench`.
+    """
     options = EngineBench(**asked | {"ways": tuple(asked["ways"]), "folder": Path(asked["folder"])})
     torch.set_num_threads(options.threads)
     names = {**{name: name for name in PHASES}, "read": "bytes_read", "written": "bytes_written"}
@@ -319,7 +331,7 @@ def _worker(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rate_of_ratio(options: EngineBench, adamw: float, cores: Sequence[int]) -> int:
-    """`path_rate` for `device_to_ssd`."""
+    """Return the `path_rate` that gives `device_to_ssd`, from a few in-memory steps."""
     context = options.contexts[-1]
     memory: dict[str, Any] = {"context": context, "method": "memory"} | {name: [] for name in PHASES}
     with ExitStack() as ends:
@@ -336,7 +348,10 @@ def _rate_of_ratio(options: EngineBench, adamw: float, cores: Sequence[int]) -> 
 
 
 def _updates_rate(dtype: torch.dtype) -> float:
-    """Elements per second: finite or not and their squares, then AdamW, as the engine does it; beyond the caches."""
+    """Return the elements per second of an update as the engine does it: overflow check and norm, then AdamW.
+
+    The tensors are larger than the caches; the best of five rounds counts.
+    """
     gradient, weights = (torch.ones(_ADAMW_ELEMENTS, dtype=dtype) for _ in range(2))
     states = [torch.ones(_ADAMW_ELEMENTS) for _ in range(3)]
     best = float("inf")
@@ -350,7 +365,7 @@ def _updates_rate(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _on(cores: Sequence[int]) -> Iterator[None]:
-    """This thread is on these cores meanwhile, if there are any."""
+    """Run this thread on `cores`, if any, inside the context, and restore its affinity afterwards."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -360,7 +375,7 @@ def _on(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _split(cores: Sequence[int]) -> None:
-    """This thread has the first core; the process's others, whoever has begun them, have the rest."""
+    """Pin the main thread to the first core and all other threads of the process to the remaining cores."""
     for task in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(task, cores[:1] if task == os.getpid() else cores[1:])

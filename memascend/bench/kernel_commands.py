@@ -1,4 +1,4 @@
-"""`memascend bench`: the kernels, allocations and the buffer pool."""
+"""Options and output of `memascend bench` for the kernels, pinned memory and the buffer pool."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How long a load takes from each memory node, by how much memory is walked through.
+"""Benchmark of the load latency of each memory node, by working-set size.
 
-The curve behind Fig. 4 of CXL-aware allocation: each load depends on the one before (a pointer chase in random order),
-from the core that this thread is on. Its steps are the caches, and its end is the node.
+This is the curve behind Fig. 4 of CXL-aware allocation: a pointer chase in random order, where each load depends on the
+previous one, from the core on which this thread runs. The steps of the curve are the caches; its end is the latency of
+the node.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ HOPS = 1_000_000
 
 
 def measure(kibs: list[int], repeats: int) -> dict[str, Any]:
-    """Points: seconds a load of every round, for each node with room and each size. Sizes take turns in a round.
+    """Return the seconds per load of every round, for each node with enough free memory and each size in KiB.
 
-    ValueError where a size has no room on any node.
+    Every round measures all nodes and sizes in turn. Raises ValueError if a size fits on no node.
     """
     sizes = [kib << 10 for kib in kibs]
-    # Huge pages, so that it is memory that answers and not the page tables.
+    # With huge pages, the latency is that of memory rather than of page-table walks.
     allocator = PageAlignedPinnedAllocator(lock=False, register_cuda=False, pages="transparent")
     walked, topology = {}, Topology.read()
     far = {node.number for node in topology.memory_only}

@@ -1,12 +1,12 @@
-"""The direct engine against fio and DeepNVMe, on one file or loop device, in turn in the same rounds.
+"""Benchmark of the direct engine against fio and DeepNVMe, on one file or loop device, in turn in the same rounds.
 
-Two questions. *Stream*: how much of fio's bandwidth at the same block size and depth, with the queue kept full for a
-stated time. *Sizes* (nvme_sizes.py): how long one tensor takes, against DeepNVMe.
+It answers two questions. *Stream*: which fraction of fio's bandwidth the engine reaches at the same block size and
+depth, with a full queue for a given time. *Sizes* (nvme_sizes.py): how long one tensor takes, compared with DeepNVMe.
 
-All blocks are written beforehand. On a virtual machine's disk the place on the disk, and the place of the buffer in the
-guest's memory, make a factor of two each; so both share them: fio's buffers and the engine's are one piece of shared
-memory, and fio reads and writes a region of the store that the engine has set aside. The sectors that the disk reports
-are kept beside the bytes moved.
+All blocks are written beforehand. On a virtual machine's disk, the position on the disk and the position of the buffer
+in the guest's memory can each change the rate by a factor of two. Therefore the engine and fio share both: their
+buffers are the same piece of shared memory, and fio reads and writes a region of the store that the engine has set
+aside. The sectors that the disk reports are recorded in addition to the bytes moved.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from memascend.bench.rounds import conditions, ratios, spread
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 from memascend.storage.native import _C
 
-# The ends are printed with Fig. 14: a k projection of Llama3.2-1B in fp16, and the embedding of Qwen2.5-14B in fp32.
-# Between them, in fp16: k and q projections of Llama3.1-8B, a feed-forward matrix of Qwen2.5-7B, its embedding over two
-# GPUs, and whole.
+# Fig. 14 states the smallest and largest: a k projection of Llama3.2-1B in fp16 and the embedding of Qwen2.5-14B in
+# fp32. Between them, in fp16: the k and q projections of Llama3.1-8B, a feed-forward matrix of Qwen2.5-7B, and its
+# embedding, partitioned over two GPUs and whole.
 FIG14_BYTES = (2097152, 8388608, 33554432, 135790592, 544997376, 1089994752, 3114270720)
 QUESTIONS = ("stream", "sizes")
-_TENSOR_BYTES = 2 << 20  # several at a time fill the queue
+_TENSOR_BYTES = 2 << 20  # several tensors at a time fill the queue
 _SHARED_MEMORY = Path("/dev/shm")
 _OWNER = "memascend bench"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NvmeOptions:
-    """`seconds`: how long each way streams in a round. `sizes`: tensor bytes of the second question.
+    """Options of the benchmark.
 
-    `budget_bytes`: of one size, a way moves no more than that, but at least one tensor (2 GiB: the largest of Fig. 14
-    once). `questions`: stream (asks for fio), sizes, or both.
+    `seconds` is the time for which each way streams in a round. `sizes` are the tensor sizes in bytes for the question
+    `sizes`. For one size, a way moves at most `budget_bytes`, but at least one tensor (with 2 GiB, the largest of
+    Fig. 14 once). `questions` are `stream` (which needs fio), `sizes`, or both.
     """
 
     folder: Path
-    target: str = "file"  # auto: loop where root can make one
+    target: str = "file"  # auto: a loop device if one can be created (as root)
     region_bytes: int = 512 << 20
     block_bytes: int = 1 << 20
     depth: int = 16
@@ -57,11 +58,15 @@ class NvmeOptions:
     sizes: tuple[int, ...] = (2 << 20, 8 << 20, 32 << 20, 128 << 20)
     budget_bytes: int = 2 << 30
     questions: tuple[str, ...] = QUESTIONS
-    register: bool = True  # the buffers with the rings (`DirectEngine.register_buffer`)
+    register: bool = True  # register the buffers with the rings (`DirectEngine.register_buffer`)
 
 
 def measure(options: NvmeOptions) -> dict[str, Any]:
-    """Raises ValueError (no fio, unknown question), OSError (no space, no loop device, a cache in between)."""
+    """Run the benchmark and return points and summary.
+
+    Raises ValueError (no fio, an unknown question, too little free space) or OSError (no loop device, a fragmented
+    region, data that a cache served or that differ from what was written).
+    """
     unknown = [name for name in options.questions if name not in QUESTIONS]
     if unknown or not options.questions:
         raise ValueError(f"--questions: unknown {unknown[0] if unknown else ''!r}: use {', '.join(QUESTIONS)}")
@@ -77,7 +82,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
         workers=options.workers,
         register=options.register,
     )
-    # fio's region, and each tensor of the stream as committed and as written over it.
+    # fio's region, and two versions of each streamed tensor: the committed one and the one being written.
     size = (3 * options.region_bytes if streams else 0) + nvme_sizes.room(by_size) + (64 << 20)
     free = shutil.disk_usage(options.folder).free
     if free < size + nvme_sizes.disk_bytes(by_size):
@@ -110,7 +115,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
 
 
 def _engines(options: NvmeOptions) -> dict[str, dict[str, Any]]:
-    """Only one at a time may write: each is opened for its turn."""
+    """Return the engine configurations by name. Only one engine may write at a time, so each is opened for its turn."""
     common = {"block_bytes": options.block_bytes, "depth": options.depth}
     wanted = {
         "engine io_uring": {"backend": "io_uring", "checksums": "full"},
@@ -132,7 +137,7 @@ def _stream(options: NvmeOptions, path: str) -> list[dict[str, Any]]:
         engine.wait()
         engine.commit()
         extents = engine.info("fio").extents
-        if len(extents) != 1:  # fio works on one range
+        if len(extents) != 1:  # fio needs one contiguous range
             raise OSError("the region for fio is fragmented: use a smaller --region-mib")
     with tempfile.NamedTemporaryFile(prefix="bench-nvme-", dir=_SHARED_MEMORY) as shared:
         buffers = _shared_buffers(shared.name, options)
@@ -154,7 +159,10 @@ def _stream(options: NvmeOptions, path: str) -> list[dict[str, Any]]:
 
 
 def _shared_buffers(path: str, options: NvmeOptions) -> list[torch.Tensor]:
-    """As much memory as fio uses, depth times block, in tensors; fio maps the same file (and sets its length)."""
+    """Return tensors over the shared file `path`, of as much memory as fio uses: depth times block size.
+
+    fio maps the same file and sets its length.
+    """
     size = max(options.depth * options.block_bytes, 2 * _TENSOR_BYTES)
     os.truncate(path, size)
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
@@ -163,7 +171,10 @@ def _shared_buffers(path: str, options: NvmeOptions) -> list[torch.Tensor]:
 
 
 def _one_pair(path: str, point: dict[str, Any], pair: dict[str, Any], engine_first: bool) -> None:
-    """Side by side in time, since the disk of a virtual machine drifts; who goes first changes from round to round."""
+    """Measure the engine and fio one right after the other, since the rate of a virtual machine's disk drifts.
+
+    Which one runs first alternates from round to round.
+    """
     order = ("engine", "fio") if engine_first else ("fio", "engine")
     point["order"].append(order[0])
     for side in order:
@@ -181,7 +192,7 @@ def _engine_way(
             for buffer in buffers if options.register else ():
                 engine.register_buffer(buffer)
             submit = engine.read if op == "read" else engine.write
-            # The first lap is not timed: rings and buffers are then in use.
+            # The first lap over the buffers is untimed, so that rings and buffers are warm.
             waiting = [submit(f"t{number % count}", buffers[number]) for number in range(len(buffers))]
             number, done, begin = len(buffers), 0, None
             while begin is None or time.perf_counter() - begin < options.seconds:
@@ -193,7 +204,7 @@ def _engine_way(
             seconds = time.perf_counter() - begin
             engine.wait()
             statistics = engine.statistics
-        # The last `wait` above ended `seconds`; what was still in flight is not counted.
+        # Only transfers completed within `seconds` count; those still in flight do not.
         return done / seconds, statistics.bytes_read + statistics.bytes_written
 
     return run

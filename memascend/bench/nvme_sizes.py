@@ -1,16 +1,16 @@
-"""How long one tensor takes by its size: the direct engine against DeepNVMe (MemAscend Fig. 14).
+"""Benchmark of the time to move one tensor, by its size: the direct engine against DeepNVMe (MemAscend Fig. 14).
 
-Several ways move the same bytes from and to the same locked memory, one tensor at a time, from submission to the end of
-the wait, with the same block size and depth:
+Several ways move the same bytes from and to the same locked memory, one tensor at a time, with the same block size and
+depth. The time runs from submission to the end of the wait.
 
 - ``engine``: a volatile direct engine on the device (a loop device with direct I/O, or a file);
-- ``engine, file``: where that is a loop device, the same in a file as well, which has no loop in between;
-- ``DeepNVMe``: `aio_handle` in the file behind that device, at the engine's place: what the software costs. It asks
-  stat() for a file's size, so it can be given no device, also by no link to one;
-- ``DeepNVMe, file per tensor``: `aio_handle` on a file of its own on the same file system, as ZeRO-Infinity swaps.
+- ``engine, file``: if the device is a loop device, additionally an engine in a file, without the loop layer;
+- ``DeepNVMe``: `aio_handle` on the file behind that device, at the engine's offset, which isolates the cost of the
+  software. DeepNVMe takes a file's size from stat(), so it cannot be given a device, nor a link to one;
+- ``DeepNVMe, file per tensor``: `aio_handle` on a separate file on the same file system, as ZeRO-Infinity swaps.
 
-All blocks are written beforehand and overwritten in place. What the disk's counters say was moved is kept beside each
-time, and must be what was asked for: no cache is measured.
+All blocks are written beforehand and overwritten in place. The bytes that the disk's counters report are recorded with
+each time and must match the requested bytes, so that no cache is measured.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ ENGINE, IN_FILE, SAME_PLACE, FILE_PER_TENSOR = "engine", "engine, file", "DeepNV
 OPS = ("write", "read")
 _PATTERN_BYTES = 64 << 20
 _WARM_BYTES = 256 << 20  # a larger tensor is its own warm-up
-_LEAST_SHARE = 0.97  # of the bytes, that the disk must have moved
+_LEAST_SHARE = 0.97  # least fraction of the requested bytes that the disk must have moved
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    """`budget_bytes`: a way moves no more than that of one size, but at least one tensor, and `repeats` at most."""
+    """Options of the measurement by size.
+
+    For one size, a way moves at most `budget_bytes` and at most `repeats` tensors, but at least one tensor.
+    """
 
     sizes: tuple[int, ...]
     block_bytes: int
@@ -64,8 +67,10 @@ class _Way:
 
 
 def measure(options: SizeOptions, owner: str, path: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Points, and what is missing, by peer. Raises OSError if a way reads something else than was written, or if a
-    cache answered for the disk."""
+    """Return the points, and the reason for each missing peer.
+
+    Raises OSError if a way reads back data that differ from what was written, or if a cache served the transfers.
+    """
     points: list[dict[str, Any]] = []
     largest = max(options.sizes)
     handle, missing = _deepnvme(options, largest)
@@ -98,7 +103,7 @@ def _deepnvme(options: SizeOptions, largest: int) -> tuple[Any, dict[str, str]]:
         limit = _C.memlock_limit_bytes()
         return None, {"DeepNVMe": f"it locks its buffer, and the limit on locked memory is {limit} bytes (ulimit -l)"}
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger takes what is standard output at its import
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger binds stdout at import
             from memascend.integrations.deepspeed.deepnvme import deepnvme_handle
 
             return deepnvme_handle(options.block_bytes, options.depth), {}
@@ -107,7 +112,10 @@ def _deepnvme(options: SizeOptions, largest: int) -> tuple[Any, dict[str, str]]:
 
 
 def _can_lock(size: int) -> bool:
-    """Within the limit, or by privilege, which a piece just beyond the limit tells."""
+    """Return whether `size` bytes can be locked: within the limit, or by privilege.
+
+    Privilege shows when a buffer just over the limit can be locked.
+    """
     limit = _C.memlock_limit_bytes()
     if limit < 0 or size <= limit:
         return True
@@ -119,7 +127,11 @@ def _can_lock(size: int) -> bool:
 
 
 def _memory(handle: Any, size: int) -> torch.Tensor:
-    """DeepNVMe copies unless the memory is of its own kind; the engine takes any. Its contents do not compress."""
+    """Return a buffer of `size` bytes filled with an incompressible pattern.
+
+    If there is a handle, the buffer is locked memory from DeepNVMe, which copies from any other memory; the engine
+    accepts both.
+    """
     if handle is None:
         memory = PageAlignedPinnedAllocator(lock=False).allocate(size, torch.uint8, name="bench", owner="bench")
     else:
@@ -142,7 +154,7 @@ def _pattern() -> torch.Tensor:
 
 @contextlib.contextmanager
 def _ways(engines: dict[str, DirectEngine], handle: Any, tensor: torch.Tensor, path: str) -> Iterator[list[_Way]]:
-    """Each with its place on the disk, written."""
+    """Yield the ways, each with space on the disk to which `tensor` has been written; release it afterwards."""
     ways = [_Way(name, {op: _engine_call(engine, op, tensor) for op in OPS}) for name, engine in engines.items()]
     for way in ways:
         way.run["write"]()
@@ -153,7 +165,7 @@ def _ways(engines: dict[str, DirectEngine], handle: Any, tensor: torch.Tensor, p
             extents = next(iter(engines.values())).info("one").extents
             if len(extents) != 1:
                 raise OSError(f"{path}: no room for {tensor.nbytes} bytes in one piece: use fewer or smaller sizes")
-            preallocate(str(own), tensor.nbytes, written=False)  # by the first write below
+            preallocate(str(own), tensor.nbytes, written=False)  # the first write below does that
             places = {SAME_PLACE: (below, extents[0][1]), FILE_PER_TENSOR: (str(own), 0)}
             for name, (file, offset) in places.items():
                 ways.append(_Way(name, {op: _deepnvme_call(handle, op, tensor, file, offset) for op in OPS}))
@@ -219,7 +231,7 @@ def _time(point: dict[str, Any], run: Callable[[], None], path: str) -> None:
 
 
 def _edges(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Both ends of it, and the middle: what is checked of a tensor that takes seconds to compare."""
+    """Return the parts to check: all of a small tensor; start, middle and end of one that takes seconds to compare."""
     parts = list(tensor.split(_PATTERN_BYTES))
     return parts if len(parts) <= 4 else [parts[0], parts[len(parts) // 2], parts[-1]]
 
@@ -235,7 +247,7 @@ def _is_pattern(tensor: torch.Tensor) -> bool:
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians with quartiles, and how many times faster than DeepNVMe at the same place and in files, by round."""
+    """Return medians with quartiles, and the speed-up, by round, over DeepNVMe at the same offset and in files."""
     by = {(point["method"], point["op"], point["bytes"]): point for point in points}
     out = []
     for (name, op, size), point in sorted(by.items(), key=lambda item: (item[0][1], item[0][2], item[0][0])):
@@ -251,10 +263,10 @@ def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def room(options: SizeOptions) -> int:
-    """What the store must hold for it."""
+    """Return the bytes that the store must hold."""
     return max(options.sizes, default=0) * len(options.workers) + (64 << 20)
 
 
 def disk_bytes(options: SizeOptions) -> int:
-    """And what lies beside the store."""
+    """Return the bytes needed on the disk in addition to the store."""
     return 2 * max(options.sizes, default=0) + (16 << 20)

@@ -1,4 +1,4 @@
-"""What `memascend bench nvme` works on: a file with all blocks written, or a loop device on it; disk counters."""
+"""The target of `memascend bench nvme`, a preallocated file or a loop device on it, and the disk's counters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ TARGETS = ("auto", "file", "loop")
 
 @contextlib.contextmanager
 def target(folder: Path, kind: str, size: int, written: bool = True) -> Iterator[str]:
-    """The path of the file or loop device; all is gone afterwards. `auto`: a loop device where root may make one.
+    """Create a file, or a loop device on it, and yield its path; remove both afterwards.
 
-    `written`: all of it once, so that no later write has to convert an extent. A loop device has direct I/O, which is
-    asserted: else it would be the page cache that answers. Raises OSError.
+    With `auto`, a loop device is used if one can be created (as root). With `written`, all blocks are written once, so
+    that no later write has to convert an extent. A loop device must use direct I/O, otherwise the page cache would be
+    measured. Raises OSError.
     """
     with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=folder) as made:
         path = str(Path(made).resolve() / "device")
@@ -34,7 +35,8 @@ def target(folder: Path, kind: str, size: int, written: bool = True) -> Iterator
 
 
 def _loop_device(path: str, required: bool) -> str:
-    """Empty if there is none to be had, and none is required."""
+    """Return the path of a new loop device with direct I/O; an empty string if none can be made and none is
+    required."""
     try:
         if shutil.which("losetup") is None:
             raise OSError("a loop device needs losetup (util-linux): use --target file")
@@ -59,13 +61,16 @@ def output(command: list[str]) -> str:
 
 
 def file_below(path: str) -> str:
-    """DeepNVMe knows no devices: of a loop device it gets the file behind it."""
+    """Return the file behind a loop device, which DeepNVMe needs in place of the device; any other path unchanged."""
     backing = Path(f"/sys/block/{Path(path).name}/loop/backing_file")
     return backing.read_text().strip() if backing.exists() else path
 
 
 def sectors(path: str) -> int:
-    """Read and written by the disk below, of all users; 0 where the kernel has no such counter (tmpfs, overlay)."""
+    """Return the sectors that the underlying disk has read and written for all users.
+
+    The result is 0 if the kernel has no counter for it (tmpfs, overlay).
+    """
     status = os.stat(file_below(path))
     node = Path(f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}")
     fields = (node / "stat").read_text().split() if (node / "stat").exists() else ["0"] * 8

@@ -1,9 +1,9 @@
-"""The overflow check against the read limit, the published chain, today's DeepSpeed and torch's own ways.
+"""Benchmark of the overflow check against the read limit, the published chain, today's DeepSpeed and torch.
 
-Limit: every byte has to be read once. Nobody states a machine's read bandwidth as a program gets it, so the fastest of
-three loops that only read is the limit: `tensor.sum()`, `torch.aminmax` and a native loop that ORs all words.
-DeepSpeed's check is the method of its ZeRO-3 optimizer itself, with the all-reduce over one process in which it ends.
-What each way takes beside the tensor are the temporaries that are alive at once, after the timing.
+Every byte has to be read once. The read bandwidth that a program can reach is not specified for any machine, so the
+limit is the fastest of three loops that only read: `tensor.sum()`, `torch.aminmax` and a native loop that ORs all
+words. DeepSpeed's check is the method of its ZeRO-3 optimizer, including the final all-reduce over one process.
+The memory that each way needs in addition to the tensor is the peak of its live temporaries, measured after the timing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _deepspeed(missing: dict[str, str]) -> Iterator[dict[str, Callable[[torch.Te
     with contextlib.ExitStack() as stack:
         way = {}
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to standard output as it is set up
+            with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout during set-up
                 stock_ops = importlib.import_module(_STOCK_OPS)
                 way["deepspeed"] = stack.enter_context(stock_ops.stage3_check())
         except ImportError as error:
@@ -49,7 +49,7 @@ def _deepspeed(missing: dict[str, str]) -> Iterator[dict[str, Callable[[torch.Te
 
 
 def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any]:
-    """Points: seconds of every round for each way, dtype and number of elements; a peer that is missing is named."""
+    """Return the seconds of every round for each way, dtype and size, and the reason for each missing peer."""
     points: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     with _deepspeed(missing) as deepspeed:
@@ -62,7 +62,7 @@ def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any
 def _points(
     ways: dict[str, Callable[[torch.Tensor], Any]], dtype: str, numels: list[int], repeats: int
 ) -> list[dict[str, Any]]:
-    """All sizes are heads of one buffer, and every round goes through all of them."""
+    """Time all ways for one dtype. The sizes are prefixes of one buffer, and every round covers all of them."""
     data = filled(max(numels), DTYPES[dtype])
     groups = {
         numel: {name: lambda way=way, head=data[:numel]: way(head) for name, way in ways.items()} for numel in numels
@@ -90,7 +90,7 @@ def _tracked() -> Iterator[None]:
 
 
 def _extra_bytes(way: Callable[[], Any]) -> int:
-    """Most bytes of its temporaries alive at once, of blocks from `tracking.TRACKED_FROM_BYTES` on."""
+    """Return the peak bytes of live temporaries; blocks below `tracking.TRACKED_FROM_BYTES` are not counted."""
     tracking.reset_peaks()
     before = tracking.live_bytes()["host"]
     way()
@@ -98,7 +98,7 @@ def _extra_bytes(way: Callable[[], Any]) -> int:
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each dtype and size: the limit, the share of it that the fused check reaches, and times faster than each."""
+    """Return, by dtype and size, the limit, the fraction of it that the fused check reaches, and its speed-ups."""
     out = []
     for dtype, numel in dict.fromkeys((p["dtype"], p["numel"]) for p in points):
         here = {p["method"]: p for p in points if (p["dtype"], p["numel"]) == (dtype, numel)}

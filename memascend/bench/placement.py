@@ -1,9 +1,10 @@
-"""A training step under placements of its tensors against one without: the same model and tokens, in turns.
+"""Benchmark of a training step under several NUMA placements against one without, with the same model and tokens.
 
-Every way is a backend of its own in one process: 16-bit weights, offloaded checkpoints, fp32 masters and moments in
-host memory, our AdamW. Each takes a step in every round, the order shuffled; ratios are taken round by round. `again`
-has no placement either, in memory of its own: what differs between it and `none` is what such a comparison cannot
-resolve. On a machine with one node every placement lies where no placement does, so all should take the same time.
+Every way is a separate backend in one process: 16-bit weights, offloaded checkpoints, fp32 masters and moments in host
+memory, and our AdamW. Each takes one step in every round, in shuffled order; ratios are computed round by round. The
+way `again` has no placement either, but memory of its own; its difference from `none` is the resolution of the
+comparison. On a machine with one node, every placement uses the same memory as no placement, so all ways should take
+the same time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from memascend.ops.adamw import chunk_counts, divided_work
 
 NONE, AGAIN, NODE = "none", "again", "node"
 PHASES = ("forward", "backward", "optimizer")
-_WARM_UP = 2  # the first makes the checkpoints' buffers
+_WARM_UP = 2  # the first step allocates the buffers of the checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementBench:
-    """`placements`: as a run's `placement`, or `node`: all of it on the nearest node with processors. `context` tokens
-    of `batch` sequences per step. `model`: as :func:`memascend.planner.model_spec` takes it, divided by `twin`."""
+    """Options of the benchmark.
+
+    `placements` have the format of a run's `placement`; `node` puts everything on the nearest node with processors. A
+    step has `batch` sequences of `context` tokens. `model` is a name or path that
+    :func:`memascend.planner.model_spec` accepts; its dimensions are divided by `twin`.
+    """
 
     model: str
     placements: tuple[str, ...]
@@ -45,7 +50,10 @@ class PlacementBench:
 
 
 def measure(options: PlacementBench) -> dict[str, Any]:
-    """Every round, and a row for each way. ValueError, in one line, for what cannot be measured."""
+    """Run the benchmark; return every round and a summary row for each way.
+
+    Raises a one-line ValueError for placements that cannot be measured.
+    """
     texts = {NONE: None, AGAIN: None} | {name: _placement(name) for name in options.placements}
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads)
@@ -67,7 +75,7 @@ def measure(options: PlacementBench) -> dict[str, Any]:
 
 
 def _placement(name: str) -> str:
-    """What the run's option says for it."""
+    """Return the value of a run's `placement` for an entry of `--placements`."""
     if name == NODE:
         nearest = Topology.read().with_cpus[0].number
         return PlacementPolicy.parse(dict.fromkeys(CLASSES, nearest)).as_text()
@@ -78,7 +86,7 @@ def _placement(name: str) -> str:
 
 
 class _Way:
-    """One model under its placement."""
+    """One model, trained in memory under one placement."""
 
     def __init__(self, placement: str | None, options: PlacementBench) -> None:
         from memascend.planner import model_spec
@@ -112,8 +120,10 @@ class _Way:
         return took | {f"{name}_s": busy[name][MAIN] for name in PHASES}
 
     def placed(self) -> dict[str, Any]:
-        """Bytes by class, and where the kernel says that they lie: resident bytes by class and node. On several nodes
-        with processors, how AdamW's work was divided over them."""
+        """Return the bytes of each class, and its resident bytes on each node as reported by the kernel.
+
+        If several nodes have processors, the result also says how AdamW's work was divided over them.
+        """
         nbytes: dict[str, int] = {}
         resident: dict[str, dict[int, int]] = {}
         for name, tensor in self.backend.by_class():
@@ -139,7 +149,7 @@ def _rounds(ways: dict[str, _Way], options: PlacementBench) -> list[dict[str, An
 
 
 def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Seconds of a step and of its phases, and their ratios to those without placement."""
+    """Yield, for each way, the seconds of a step and of its phases, and their ratios to those without placement."""
     none = next(point for point in points if point["method"] == NONE)
     for mine in points:
         row: dict[str, Any] = {"method": mine["method"]}
@@ -150,6 +160,6 @@ def _rows(points: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _same_bits(way: _Way, none: _Way) -> bool:
-    """Of weights, masters and moments."""
+    """Return whether weights, masters and moments of both ways are bit-identical."""
     pairs = zip(way.backend.by_class(), none.backend.by_class(), strict=True)
     return all(torch.equal(mine, other) for (_, mine), (_, other) in pairs)

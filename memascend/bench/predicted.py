@@ -1,8 +1,8 @@
-"""A streamed step as the simulator runs it on this machine, from what was measured of others than it.
+"""Prediction of a streamed step: the simulator run for this machine, without using measurements of streamed steps.
 
-Forward and backward of the same model in memory say how fast the device is, AdamW's rate by itself what the CPU does,
-the rate that the path is held to is the SSD's, which serves one thing at a time. Nothing is taken from a streamed step,
-which it is to be compared with.
+The device's speed comes from forward and backward of the same model in memory, the CPU's from AdamW measured alone, and
+the SSD's from the rate limit of the path, which serves one request at a time. Nothing comes from the streamed steps
+with which the prediction is compared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from memascend.planner.step_time import StepTime, step_time
 from memascend.planner.workload import ELEMENT_BYTES, Workload
 
 SYSTEM, ARMS = "lohan", ("optimized", "naive", "none")
-_STATES = 7  # AdamW reads four tensors of fp32 and writes three
+_STATES = 7  # AdamW reads four fp32 tensors and writes three
 
 
 def predicted_steps(
     memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, dtype: str, path_rate: float
 ) -> Iterator[dict[str, Any]]:
-    """Seconds by phase, and of the step, of each arm at the length of `memory`; nothing for another way's point.
+    """Yield the predicted seconds of the step and its phases for each arm, at the context of `memory`.
 
-    `memory`: a point of `memascend.bench.engine`, of the way in memory. `adamw`: elements per second. `path_rate`:
-    bytes per second, read and written together. ValueError for a dtype that the planner does not know.
+    `memory` is a point of `memascend.bench.engine` for the in-memory way; points of other ways yield nothing. `adamw`
+    is in elements per second, `path_rate` in bytes per second, reads and writes together. Raises ValueError for a dtype
+    that the planner does not know.
     """
     if memory["method"] != "memory":
         return
@@ -41,8 +42,11 @@ def predicted_steps(
 
 
 def rate_of_ratio(memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, dtype: str, ratio: float) -> float:
-    """Bytes per second, read and written together, of an SSD that moves what the optimized arm moves in a step in
-    1/`ratio` of the seconds that the products of the step in memory take. Arguments as for `predicted_steps`."""
+    """Return the SSD rate, in bytes per second for reads and writes together, that gives a ratio of device to SSD time.
+
+    At that rate, the SSD moves the bytes of a step of the optimized arm in 1/`ratio` of the time of the in-memory
+    step's forward and backward. The other arguments are those of `predicted_steps`.
+    """
     nbytes = 1e9 * _simulated(memory, adamw, spec, dtype, 1e9, ARMS[0]).of_resource("SSD")
     return ratio * nbytes / sum(statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
 

@@ -1,13 +1,15 @@
-"""Drives of known speed: what one is asked for is done no sooner than it could be.
+"""Emulated drives of known speed: a request completes no sooner than it would on a drive with the given rates.
 
-The transfers are real ones, to a path that has to be faster; `late_share` says of how much of the bytes it was not.
-The kernel's own controller cannot stand in for this: it lets what a tenth of a second may move pass at once, in each
-direction by itself, so that a chain of small reads and writes takes as long as the longer of them; and it is for root.
+The transfers are real, on a path that must be faster than the emulated drive; `late_share` is the fraction of the bytes
+for which it was not. The kernel's I/O controller is unsuitable: it admits a tenth of a second's worth of bytes at once,
+separately for each direction, so a chain of small reads and writes takes only as long as the longer direction; and it
+needs root.
 
-`RateLimiter`        one process's drive: one request after the other, reads and writes alike, those with the larger
-                     priority first. The device that the simulator runs and that Eqs. 2, 4 and 5 of LoHan describe.
-`SharedRateLimiter`  for all processes that name its clock, a file: in the order in which they asked, one after the
-                     other (*simplex*, as MLP-Offload's models assume) or each direction by itself (*duplex*).
+`RateLimiter`        emulates a drive of one process, which serves one request at a time, reads and writes alike, by
+                     descending priority. It is the device of the simulator and of Eqs. 2, 4 and 5 of LoHan.
+`SharedRateLimiter`  emulates a drive shared by all processes that use the same clock file. It serves requests in order
+                     of arrival, one at a time (*simplex*, as MLP-Offload's models assume) or one per direction
+                     (*duplex*).
 """
 
 from __future__ import annotations
@@ -34,44 +36,48 @@ from memascend.storage.engine_tiers import DirectTier
 from memascend.storage.storage_path import Busy
 from memascend.storage.tier import Tier, Transferred
 
-_CLOCK = struct.Struct("d")  # one for reads, and where they are apart one for writes
+_CLOCK = struct.Struct("d")  # one for reads or, if not duplex, for both directions; another for writes
 
 
 class Limiter:
-    """What a `RateLimitedTier` asks of its drive. Thread-safe."""
+    """Interface of the drive of a `RateLimitedTier`. Thread-safe."""
 
     def __init__(self) -> None:
         self._counting = threading.Lock()
         self._bytes = self._late_bytes = 0
 
     def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
-        """Ends when the drive is done with it; `ended` is called just before."""
+        """Queue a request of `nbytes`; the promise completes when the drive has served it, just after `ended()`."""
         raise NotImplementedError
 
     def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
-        """What a tier says that its path has `moved` faster, and that was `busy` so long with the drive's time."""
+        """Return the counters that a tier reports.
+
+        `moved` are those of the underlying, faster path; `busy` are the tier's bytes and busy seconds in the drive's
+        time.
+        """
         raise NotImplementedError
 
     def joined(self) -> None:
-        """A tier uses it."""
+        """Note that a tier has begun to use the drive."""
 
     def left(self) -> None:
-        """It is closed."""
+        """Note that a tier that used the drive has been closed."""
 
     def moved(self, nbytes: int, *, late: bool) -> None:
-        """The transfer itself has ended, `late` if after its turn."""
+        """Count a finished transfer on the underlying path, `late` if it ended after its turn on the drive."""
         with self._counting:
             self._bytes += nbytes
             self._late_bytes += nbytes * late
 
     @property
     def late_share(self) -> float:
-        """Of all bytes, those that the path moved later than this drive had them."""
+        """Fraction of all bytes that the underlying path moved later than the emulated drive would have."""
         return self._late_bytes / self._bytes if self._bytes else 0.0
 
 
 class RateLimiter(Limiter):
-    """Of `rate` bytes per second. Its thread ends with `close`."""
+    """A drive of `rate` bytes per second, used by one process. Its thread ends with `close`."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -94,7 +100,7 @@ class RateLimiter(Limiter):
         return promise
 
     def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
-        """With the seconds that the bytes take here."""
+        """Return the bytes moved, with the seconds that they take at this drive's rate."""
         read, written = moved.bytes_read, moved.bytes_written
         return Transferred(read, written, read / self.rate, written / self.rate)
 
@@ -124,8 +130,10 @@ _Turns = queue.SimpleQueue[tuple[float, Callable[[], None], Promise] | None]
 
 
 class SharedRateLimiter(Limiter):
-    """The clock of one drive, in the file `clock`, which is made; rates in bytes per second. Its threads, one for each
-    direction, end with the last tier that uses it."""
+    """A drive shared by processes through the file `clock`, which is created; rates are in bytes per second.
+
+    Its threads, one for each direction, end when the last tier that uses it is closed.
+    """
 
     def __init__(
         self, clock: str | os.PathLike[str], read_bytes_per_s: float, write_bytes_per_s: float, duplex: bool = False
@@ -141,12 +149,12 @@ class SharedRateLimiter(Limiter):
 
     @property
     def name(self) -> str:
-        """The same in all processes that share the clock."""
+        """Name of the drive, the same in all processes that share the clock."""
         status = os.fstat(self._file)
         return f"rate-limited-{os.major(status.st_dev)}-{os.minor(status.st_dev)}-{status.st_ino}"
 
     def book(self, nbytes: int, *, write: bool) -> float:
-        """When a transfer that is asked for now ends, on this machine's monotonic clock."""
+        """Reserve the drive for a transfer requested now, and return its end on the monotonic clock in seconds."""
         at = _CLOCK.size * (self._duplex and write)
         with self._lock:
             fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -159,18 +167,18 @@ class SharedRateLimiter(Limiter):
         return end
 
     def limit(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
-        """For what this process asks from now on."""
+        """Change the rates for this process's future requests."""
         self._rates = (read_bytes_per_s, write_bytes_per_s)
 
     def serve(self, nbytes: int, ended: Callable[[], None], *, write: bool, priority: int) -> Promise:
-        """`priority` is not looked at: other processes know nothing of it."""
+        """Queue a request; `priority` is ignored, since other processes do not know it."""
         turn = Promise("a turn on a rate-limited drive")
         with self._ordering:
             self._turns[write].put((self.book(nbytes, write=write), ended, turn))
         return turn
 
     def transferred(self, moved: Transferred, busy: Transferred) -> Transferred:
-        """By the clock: others have the drive in between."""
+        """Return `busy`, the times by the clock, since other processes use the drive in between."""
         return busy
 
     def joined(self) -> None:
@@ -197,8 +205,10 @@ def _end_in_time(turns: _Turns) -> None:
 
 
 class RateLimitedTier:
-    """`tier`, whose transfers end when the path and the drive have done them; all else is the tier's own. A transfer
-    that fails has had its turn all the same."""
+    """Wrapper around `tier` whose transfers end when both the path and the emulated drive have completed them.
+
+    Everything else is passed to the tier. A transfer that fails has used its turn on the drive all the same.
+    """
 
     def __init__(self, tier: Tier, drive: Limiter) -> None:
         self._tier, self._drive = tier, drive
@@ -210,7 +220,7 @@ class RateLimitedTier:
 
     @property
     def drive_name(self) -> str:
-        """Of a shared drive; else the tier's own, if it has one."""
+        """Name of a shared drive, or the tier's own drive name if it has one."""
         return self._drive.name
 
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
@@ -223,7 +233,7 @@ class RateLimitedTier:
 
     @property
     def transferred(self) -> Transferred:
-        """By the drive's time, not by the faster path below it."""
+        """Bytes moved and busy seconds by the drive's time, not by that of the faster path."""
         with self._lock:
             busy = self._busy.transferred()
         return self._drive.transferred(self._tier.transferred, busy)
@@ -236,7 +246,8 @@ class RateLimitedTier:
         with self._lock:
             self._busy.begin(write)
         served = self._drive.serve(nbytes, ended, write=write, priority=priority)
-        # Callbacks run in the order in which completions ended; `served.done()` would say what holds when one runs.
+        # Callbacks run in the order in which the completions ended. `served.done()` would instead give the state at
+        # the time when the callback runs.
         turn_over: list[bool] = []
         served.add_done_callback(lambda _: turn_over.append(True))
         moving.add_done_callback(lambda _: self._drive.moved(nbytes, late=bool(turn_over)))
@@ -248,7 +259,7 @@ class RateLimitedTier:
 
 
 class RateLimitedHandle:
-    """DeepNVMe's handle, whose `wait` returns no sooner than the drive's clock says for what it waits for."""
+    """Wrapper around DeepNVMe's handle whose `wait` returns no sooner than the drive's clock allows."""
 
     def __init__(self, handle: Any, drive: SharedRateLimiter) -> None:
         self._handle, self._drive = handle, drive
@@ -266,7 +277,7 @@ class RateLimitedHandle:
         return self._handle.async_pwrite(buffer, *file, **options)
 
     def _booked(self, nbytes: int, *, write: bool) -> float:
-        """The end of all that is waited for; of the two directions the later one."""
+        """Book a transfer and return the end of all pending ones, in either direction."""
         return max(self._end, self._drive.book(nbytes, write=write))
 
     def sync_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
@@ -284,12 +295,12 @@ class RateLimitedHandle:
 
 
 def clock_of(folder: str | os.PathLike[str]) -> Path:
-    """Where the clock of a folder's drive lies."""
+    """Return the path of the clock file for a folder's drive."""
     return Path(folder) / "rate.clock"
 
 
 class RateLimitedTiers:
-    """In DirectTier's place: its makers, with the drive that a path has around what they make."""
+    """Replacement for DirectTier whose constructors wrap each tier in the emulated drive of its path."""
 
     def __init__(self, drive_of: Callable[[str | os.PathLike[str]], Limiter]) -> None:
         self._drive_of = drive_of
@@ -303,7 +314,10 @@ class RateLimitedTiers:
 
 @contextmanager
 def rate_limited(rate: float) -> Iterator[RateLimiter]:
-    """Streaming engines that are made in the block share one server. Not for two blocks at a time."""
+    """Make the streaming engines created inside the context share one emulated drive of `rate` bytes per second.
+
+    Contexts must not overlap, since the modules of the engine are patched.
+    """
     from memascend.engine import scratch_storage, state_store
 
     server = RateLimiter(rate)
@@ -319,9 +333,12 @@ def rate_limited(rate: float) -> Iterator[RateLimiter]:
 
 
 def limit_process(rates: Mapping[str, Sequence[Any]], name: str) -> None:
-    """From now on each of these folders is on a drive of its own in this process, for whatever stores below it: our
-    tiers, and DeepNVMe's handle, which knows no paths and has the first. `rates`: bytes per second read and written,
-    and whether the directions are apart. Processes that say the same `name` share the drives."""
+    """Emulate a separate drive for each of these folders, for all storage below them, for the rest of this process.
+
+    This covers our tiers, and DeepNVMe's handle, which knows no paths and gets the first drive. `rates` maps a folder
+    to its read and write rates in bytes per second, and whether the drive is duplex. Processes that pass the same
+    `name` share the drives.
+    """
     from memascend.activation import offload
     from memascend.engine import scratch_storage, state_store
     from memascend.integrations import memory_options

@@ -1,4 +1,4 @@
-"""Timing in alternating rounds: every way runs once in each round, so that drift and neighbours hit all alike."""
+"""Timing in alternating rounds: every way runs once per round, so that drift and other load affect all ways alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Median with quartiles."""
+    """Median with lower and upper quartile."""
 
     median: float
     low: float
@@ -27,16 +27,16 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of at least one value."""
+    """Return the median and quartiles of at least one value."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return Spread(median=statistics.median(values), low=low, high=high)
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way in each of `repeats` rounds.
+    """Return the seconds of each way in each of `repeats` rounds.
 
-    The order is shuffled from round to round, and each timed call follows one of the same way that is not timed: so all
-    start alike, with the caches and threads as that way itself leaves them and not as its neighbour does.
+    The order is shuffled from round to round, and each timed call follows an untimed call of the same way. So every way
+    starts with the caches and threads in the state that it leaves itself, not in that left by another way.
     """
     return alternate_groups({"": ways}, repeats)[""]
 
@@ -44,9 +44,10 @@ def alternate(ways: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, 
 def alternate_groups(
     groups: Mapping[Group, Mapping[str, Callable[[], Any]]], repeats: int
 ) -> dict[Group, dict[str, list[float]]]:
-    """As `alternate`, for several groups of ways (such as sizes): a round takes every group, one after the other.
+    """Time several groups of ways (such as sizes) as `alternate` does; each round runs all groups, one after the other.
 
-    So the ways of a group stand close together in time, and a machine that is slow for a while is so for all groups.
+    So the ways of a group run close together in time, and a temporary slowdown of the machine affects all groups.
+    Raises ValueError if `repeats` is below one.
     """
     if repeats < 1:
         raise ValueError(f"{repeats} repeats: use at least one")
@@ -68,19 +69,22 @@ def alternate_groups(
 
 
 def ratios(slow: Sequence[float], fast: Sequence[float]) -> Spread:
-    """How many times faster: round by round, which cancels what slowed a whole round."""
+    """Return the spread of slow / fast, computed round by round, which cancels slowdowns of whole rounds."""
     return spread([a / b for a, b in zip(slow, fast, strict=True)])
 
 
 def conditions() -> dict[str, Any]:
-    """What the numbers depend on beside the machine."""
+    """Return the settings that affect the numbers in addition to the machine: threads, SIMD level, torch version."""
     from memascend import _C
 
     return {"threads": torch.get_num_threads(), "simd": _C.simd_level(), "torch": torch.__version__}
 
 
 def filled(numel: int, dtype: torch.dtype, size: float = 1.0, *, positive: bool = False) -> torch.Tensor:
-    """Finite values without structure, made quickly: a million random ones, repeated."""
+    """Return a tensor of shape (numel,) with random values between -size and size, or 0 and size if `positive`.
+
+    It repeats a block of at most 2^20 random values, which is fast.
+    """
     block = torch.rand(min(numel, 1 << 20), generator=torch.Generator().manual_seed(numel))
     block = (block * size if positive else (block * 2 - 1) * size).to(dtype)
     out = torch.empty(numel, dtype=dtype)

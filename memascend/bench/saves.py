@@ -1,8 +1,8 @@
-"""How long training stands still for a checkpoint that is written while it goes on, and for one that it waits for.
+"""Benchmark of the time for which training stops for a checkpoint, saved in the foreground or in the background.
 
-One training of the streaming engine, in rounds: some steps without a save, the same steps after one that they wait for,
-and after one that is written beside them, in an order that changes. So drift and neighbours hit all alike. Data are
-random tokens, since no loss is looked at.
+One training of the streaming engine runs in rounds: some steps without a save, the same number after a foreground save,
+and the same number during a background save, in shuffled order. So drift and other load affect all alike. The data are
+random tokens, since the loss is not used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ NONE, FOREGROUND, BACKGROUND = WAYS = ("none", "foreground", "background")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveBench:
-    """`repeats` rounds are timed; a round makes `steps` steps each way. The model is `twin` times smaller in each
-    dimension."""
+    """Options of the benchmark: `repeats` rounds are timed, with `steps` steps for each way in a round.
+
+    The model's dimensions are divided by `twin`.
+    """
 
     folder: Path
     model: str = "llama3.2-1b"
@@ -47,7 +49,7 @@ class SaveBench:
 
 
 class _Training(Worker):
-    """Of which the checkpoints are looked at."""
+    """The training whose checkpoints are timed."""
 
     def __init__(self, options: SaveBench, folder: Path) -> None:
         spec = model_spec(options.model).twin(options.twin)
@@ -64,7 +66,7 @@ class _Training(Worker):
         self._shape, self._vocabulary = (self.config.batch, options.context), spec.vocab
 
     def steps_made(self, count: int) -> list[float]:
-        """Seconds of each."""
+        """Run `count` steps and return the seconds of each."""
         seconds = []
         for _ in range(count):
             begin = time.perf_counter()
@@ -75,7 +77,7 @@ class _Training(Worker):
         return seconds
 
     def round_of(self, way: str, steps: int) -> dict[str, float]:
-        """Seconds of a save, if there is one, and of steps after it, until both are done."""
+        """Start a save unless `way` is none, run `steps` steps, and return the seconds until both are done."""
         begin = time.perf_counter()
         if way != NONE:
             self._save(meanwhile=way == BACKGROUND)
@@ -94,14 +96,14 @@ class _Training(Worker):
 
 
 def measure(options: SaveBench) -> dict[str, Any]:
-    """A point for each way, with a list of every round's numbers, and a summary by way."""
+    """Run the benchmark; return a point for each way, with the numbers of every round, and a summary by way."""
     rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     order = random.Random(0)
     with TemporaryDirectory(dir=options.folder) as folder:
         training = _Training(options, Path(folder, "run"))
         try:
             training.steps_made(2)
-            training.round_of(BACKGROUND, options.steps)  # makes the buffer
+            training.round_of(BACKGROUND, options.steps)  # allocates the buffer
             for _ in range(options.repeats):
                 for way in order.sample(WAYS, len(WAYS)):
                     rounds[way].append(training.round_of(way, options.steps))
@@ -123,7 +125,7 @@ def measure(options: SaveBench) -> dict[str, Any]:
 
 
 def _summary(way: str, points: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """Medians with quartiles. `more_s`: what a round takes beyond the one without a save in the same round."""
+    """Return medians with quartiles. `more_s` is the extra time relative to the steps without a save in that round."""
     mine = points[way]
     found: dict[str, Any] = {"method": way, "seconds": vars(spread(mine["seconds"]))}
     if way == NONE:

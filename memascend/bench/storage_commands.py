@@ -1,4 +1,4 @@
-"""`memascend bench`: drives, several drives, checkpoints."""
+"""Options and output of `memascend bench` for drives, tiers and checkpoints."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _processes(text: str, count: Count) -> tuple[int, ...]:
 
 
 def _simplex(options: argparse.Namespace, count: Count) -> tuple[tuple[float, float], ...] | None:
-    """Of each path."""
+    """Return the (read, write) rates of each path in bytes per second, or None without `--simplex`."""
     if not options.simplex:
         return None
     pairs = [tuple(1e6 * rate for rate in counts("--simplex", text, count)) for text in options.simplex]

@@ -1,15 +1,16 @@
-"""Several paths at once, by one process and by several: rates, an update's pass against its formula, fairness.
+"""Benchmark of several paths used by one or more processes: rates, an update's pass against its formula, fairness.
 
-A pass reads every sub-group, and writes each back as soon as it is there, `held` in memory at a time: what an optimizer
-step over several paths moves (MLP-Offload 3.2), without its arithmetic. Paths that read and write at once are busy in
-both directions only where each has a sub-group on its way in and one on its way out: two a path. Several processes have
-sub-groups of their own and share the paths, one at a time on each (`exclusive`) or as it comes (`free`). With `apart`
-each direction is measured by itself too, one sub-group of a process after the other: MLP-Offload's Fig. 4. At last
-(`halved`) the first path is held to half its rates, and as many passes show how soon sub-groups lie as they should.
+A pass reads every sub-group and writes each back as soon as it has been read, with at most `held` in memory at a time.
+This is the traffic of an optimizer step over several paths (MLP-Offload 3.2), without its arithmetic. A duplex path is
+busy in both directions only if one sub-group is being read and another written, so it needs two sub-groups in memory.
+Several processes have their own sub-groups and share the paths, either one process at a time on each path (`exclusive`)
+or without coordination (`free`). With `apart` each direction is also measured alone, one sub-group per process at a
+time, as in MLP-Offload's Fig. 4. With `halved`, the first path is finally limited to half its rates for that many
+passes, which shows how soon the sub-groups are redistributed.
 
 `predict` measures nothing: the simulator runs the same passes over simplex paths, each of which serves one transfer at
-a time, in the order in which they were asked for. Whose they are makes no difference there, so that both ways of
-sharing are one run.
+a time, in order of request. There it makes no difference which process a transfer belongs to, so one run stands for
+both ways of sharing.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ DIRECTIONS = ("read", "write")
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions:
-    """`groups` of `group_bytes` each for each process, `held` of them in memory (None: two a path and one more);
-    `repeats` passes are timed after one that is not. `simplex`: each path is held to its rates, bytes per second read
-    and written, which share it (`memascend.bench.rate_limit`). `halved`: passes over such paths after the first slowed
-    down.
+    """Options of the benchmark.
+
+    Each process has `groups` sub-groups of `group_bytes` each, with `held` of them in memory (None: two per path and
+    one more). `repeats` passes are timed after an untimed one. `simplex` limits each path to a read and a write rate in
+    bytes per second; both directions share the path (`memascend.bench.rate_limit`). `halved` is the number of passes
+    after the first such path has been slowed down.
     """
 
     paths: tuple[str, ...]
@@ -64,7 +67,11 @@ class TierOptions:
 
 
 def measure(options: TierOptions) -> dict[str, Any]:
-    """Rows for each number of processes and way; the first process's rates of each path, read and written alone."""
+    """Run the benchmark; return points and a summary row for each number of processes and way of sharing.
+
+    `rates` are those of the options, or those that the first process has measured for each path, one direction at a
+    time.
+    """
     rows, rates, points, apart, halved = [], {}, [], [], []
     for processes in options.processes:
         for way in WAYS if processes > 1 else WAYS[1:]:
@@ -81,7 +88,7 @@ def measure(options: TierOptions) -> dict[str, Any]:
 
 
 def _told(options: TierOptions) -> dict[str, list[float]]:
-    """What the paths are held to."""
+    """Return the rates to which the options limit each path; an empty dict if they do not."""
     return {path: list(rates) for path, rates in zip(options.paths, options.simplex or (), strict=False)}
 
 
@@ -92,7 +99,7 @@ def _facts(options: TierOptions) -> dict[str, Any]:
 
 
 def predict(options: TierOptions) -> dict[str, Any]:
-    """The rows of `measure`, simulated; of paths held to `simplex`, which none of them has to exist for."""
+    """Return the result of `measure` as simulated for paths with the rates `simplex`; the paths need not exist."""
     rates, rows, points = _told(options), [], []
     for processes in options.processes:
         each = [[seconds] for seconds in _played(options, processes)]
@@ -107,7 +114,7 @@ def _point(processes: int, way: str, seconds: list[float], of_each: list[list[fl
 
 
 def _played(options: TierOptions, processes: int) -> list[float]:
-    """Seconds of each process's pass."""
+    """Return the simulated seconds of each process's pass."""
     names = [f"path{number}" for number in range(len(options.paths))]
     drives = {name: Drive(read=read, write=write) for name, (read, write) in zip(names, options.simplex, strict=True)}
     rates = [Rates(*each) for each in options.simplex]
@@ -127,7 +134,7 @@ def _played(options: TierOptions, processes: int) -> list[float]:
 
 
 def _apart(options: TierOptions, workers: list[dict[str, Any]], direction: str) -> dict[str, Any]:
-    """All processes' bytes over the slowest one's seconds, and what a sub-group takes in the mean; by repeat."""
+    """Return, by repeat, the total bandwidth (by the slowest process's time) and the mean time of a sub-group."""
     mine = list(zip(*(worker["apart"][direction] for worker in workers), strict=True))
     moved = len(workers) * options.groups * options.group_bytes
     return {
@@ -139,8 +146,11 @@ def _apart(options: TierOptions, workers: list[dict[str, Any]], direction: str) 
 
 
 def _halved(options: TierOptions, processes: int, way: str, workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each pass after the first path slowed down: seconds, the formula's share for the rates from then on, and how
-    many sub-groups the first path had at its end."""
+    """Return data on each pass after the first path was slowed down.
+
+    These are its seconds, the fraction of the formula's rate that it reached with the new rates, and the number of
+    sub-groups on the first path at its end.
+    """
     (read, write), *others = options.simplex
     rates = [Rates(read / 2, write / 2), *(Rates(*each) for each in others)]
     seconds = [max(each) for each in zip(*(worker["halved"] for worker in workers), strict=True)]
@@ -152,7 +162,7 @@ def _halved(options: TierOptions, processes: int, way: str, workers: list[dict[s
 
 
 def _formula(options: TierOptions, processes: int, rates: Sequence[Rates], duplex: bool) -> float:
-    """Seconds of a pass by the paths' rates, with as many equal sub-groups."""
+    """Return the seconds of a pass according to the update formula, for the paths' rates and equal sub-groups."""
     held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", rates)]
     return update_seconds(held, rates, duplex=duplex)
 
@@ -165,7 +175,11 @@ def _row(
     rates: dict[str, list[float]],
     seconds: list[float],
 ) -> dict[str, Any]:
-    """Of all processes, in and out; the formula takes as many equal sub-groups and these rates."""
+    """Return the summary row of one number of processes and way of sharing.
+
+    `bytes_per_second` counts the reads and writes of all processes. `share_of_formula` compares with the formula for
+    the same number of equal sub-groups at `rates`.
+    """
     whole = [Rates(*rates[path]) for path in options.paths]
     bounds = {name: _formula(options, processes, whole, duplex=name == "duplex") for name in ("simplex", "duplex")}
     moved = 2 * processes * options.groups * options.group_bytes
@@ -182,7 +196,7 @@ def _row(
 
 
 def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[str, Any]]:
-    """Each process says that it is ready, then all begin each pass together."""
+    """Run the worker processes and return their results. All start each pass together, once every one is ready."""
     asked = json.dumps(
         {
             "paths": options.paths,
@@ -254,7 +268,7 @@ def _worker(asked: dict[str, Any]) -> None:
 
 
 def _timed(way: Callable[[], None]) -> float:
-    """When the parent says so, and with all processes."""
+    """Wait until the parent starts all processes together, run `way`, and return its seconds."""
     print("ready", flush=True)
     sys.stdin.readline()
     begin = time.perf_counter()
@@ -272,7 +286,7 @@ def _held_to(asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
 
 
 def _pass(tier: MultiPathTier, groups: int, buffers: Sequence[torch.Tensor]) -> None:
-    """Whichever buffer is free first takes the next sub-group."""
+    """Read and write back every sub-group; whichever buffer becomes free first takes the next one."""
     free: queue.SimpleQueue[tuple[torch.Tensor, BaseException | None]] = queue.SimpleQueue()
     for buffer in buffers:
         free.put((buffer, None))

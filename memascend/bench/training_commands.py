@@ -1,4 +1,4 @@
-"""`memascend bench`: steps of a model by activations, by the streaming engine and by placement; latency of nodes."""
+"""Options and output of `memascend bench` for activations, the streaming engine, memory latency and placement."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Unscale, norm and overflow in one pass, against the passes of torch that do the same, and the read-write limit.
+"""Benchmark of unscaling, norm and overflow check in one pass, against separate torch passes and the read-write limit.
 
-Limit: every gradient has to be read and written once. The fastest of two loops of torch that do only that, in place, is
-the limit. What a step does today (DeepSpeed ZeRO-3): the overflow check as a chain over infinities and NaNs, then the
-norm, then the product. The best that torch offers for it: one `aminmax`, one `vector_norm`, one product.
+Every gradient has to be read and written once; the limit is the faster of two in-place torch loops that do only that.
+`chain` does what a step of DeepSpeed ZeRO-3 does today: the overflow check as a chain over infinities and NaNs, then
+the norm, then the product. `torch` is the best that torch offers: one `aminmax`, one `vector_norm` and one product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memascend.ops.overflow import has_overflow_aminmax, has_overflow_chain
 from memascend.ops.unscale import unscale_norm_overflow_
 
 LIMITS = ("mul", "neg")
-_SCALE = -1.0  # leaves the sizes as they are, however often it is applied
+_SCALE = -1.0  # keeps the magnitudes unchanged, however often it is applied
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,10 @@ _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any]:
-    """Points: seconds of every round for each way, dtype and number of elements. `bytes` is one read and one write."""
+    """Return the seconds of every round for each way, dtype and number of elements.
+
+    The key `bytes` of a point counts one read and one write of every element.
+    """
     points: list[dict[str, Any]] = []
     for dtype in dtypes:
         data = filled(max(numels), DTYPES[dtype])
@@ -49,7 +52,7 @@ def measure(dtypes: list[str], numels: list[int], repeats: int) -> dict[str, Any
 
 
 def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each dtype and size: the limit, the share of it that the fused pass reaches, and times faster than torch."""
+    """Return, by dtype and size, the limit, the fraction of it that the fused pass reaches, and its speed-ups."""
     out = []
     for dtype, numel in dict.fromkeys((p["dtype"], p["numel"]) for p in points):
         here = {p["method"]: p for p in points if (p["dtype"], p["numel"]) == (dtype, numel)}

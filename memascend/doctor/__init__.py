@@ -1,1 +1,1 @@
-"""What this machine can do, what is missing, and the exact fix. Read-only but for one temporary file of its own."""
+"""Checks of what this machine can do and what is missing, with exact fixes; it writes only one temporary file."""

@@ -1,6 +1,6 @@
-"""The checks of `memascend doctor`: each says ok, warn or fail, what was found, and the exact fix.
+"""The checks of `memascend doctor`: each returns ok, warn or fail, what was found, and the exact fix.
 
-`fail` is what training cannot do without (and ends in exit status 1), `warn` what makes it slower, larger or untried.
+`fail` marks what makes training impossible (exit status 1), `warn` what makes it slower, larger or untested.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from memascend.storage.shared_memory import room
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
-# io_uring came with 5.1; 5.6 has every operation that the engine uses.
+# io_uring was added in Linux 5.1; 5.6 has every operation that the engine uses.
 KERNEL_WITH_URING = (5, 6)
-# Requests that DeepSpeed's engine and ours keep in flight: queue depth 32, a queue per thread, two swappers, with room.
+# Requests in flight of DeepSpeed's engine and ours: queue depth 32, one queue per thread, two swappers, with a reserve.
 AIO_EVENTS_A_RANK = 1024
-# Under this a step of the smallest committed model waits for minutes: a SATA drive, or a network file system.
+# Below this rate (a SATA drive or a network file system), a step of the smallest committed model waits for minutes.
 SLOW_DRIVE_BYTES_PER_S = 1e9
 IN_MEMORY = {"tmpfs", "ramfs", "ramdisk"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
@@ -33,7 +33,7 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the report. `fix` is empty where there is nothing to fix."""
+    """One line of the report. `fix` is empty if there is nothing to fix."""
 
     name: str
     status: str
@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the plan of a model needs, in bytes; None where no model was named."""
+    """Bytes that the plan of a model needs; the checks take None if no model was named."""
 
     label: str
     host_bytes: int
@@ -55,7 +55,7 @@ class Needs:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes as GiB or MiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
 
 
@@ -73,7 +73,7 @@ def check_kernel() -> Check:
 
 
 def check_memlock(needs: Needs | None, limit: int | None) -> Check:
-    """`limit` in bytes, None for none."""
+    """Check the limit on locked memory, `limit` in bytes (None: unlimited), against the plan."""
     wanted = needs.locked_bytes if needs else None
     if limit is None:
         return Check(name="locked memory", status=OK, found="no limit")
@@ -90,7 +90,7 @@ def check_memlock(needs: Needs | None, limit: int | None) -> Check:
 
 
 def check_uring(error: int, disabled: str) -> Check:
-    """`error` of kernel.uring_error, `disabled` the text of kernel.io_uring_disabled."""
+    """Check io_uring; `error` is from `kernel.uring_error`, `disabled` is the text of kernel.io_uring_disabled."""
     if not error:
         return Check(name="io_uring", status=OK, found="set up and closed again")
     fix = "run outside the container, or with a seccomp profile that allows io_uring_setup"
@@ -104,7 +104,10 @@ def check_uring(error: int, disabled: str) -> Check:
 
 
 def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
-    """`error` of kernel.libaio_error, `most` and `used` the texts of fs.aio-max-nr and fs.aio-nr."""
+    """Check libaio for `ranks` processes.
+
+    `error` is from `kernel.libaio_error`; `most` and `used` are the texts of fs.aio-max-nr and fs.aio-nr.
+    """
     wanted = AIO_EVENTS_A_RANK * ranks
     free = int(most) - int(used) if most.strip().isdecimal() and used.strip().isdecimal() else None
     if not error and (free is None or free >= wanted):
@@ -157,7 +160,10 @@ def check_shared_memory(ranks: int, folder: Path = Path("/dev/shm")) -> Check:
 
 
 def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
-    """Swap harms where buffers are not locked: the kernel then writes to the drive that training reads from."""
+    """Check for swap, which is harmful if buffers are not locked: the kernel may then swap them out during training.
+
+    `limit` is the limit on locked memory in bytes (None: unlimited).
+    """
     swap = probe.swap_bytes(root)
     if not swap:
         return Check(name="swap", status=OK, found="none")
@@ -184,7 +190,7 @@ def check_huge_pages(root: Path = Path("/")) -> Check:
 
 
 def check_numa(ranks: int, root: Path = Path("/"), speeds: Sequence[NodeSpeed] = ()) -> Check:
-    """Each node's size, what is free there, its distances and rates: placement.py puts memory on nodes by these."""
+    """Check the memory nodes: size, free memory, distances and rates of each, on which placement decisions depend."""
     topology = Topology.read(root)
     with_cpus = topology.with_cpus
     measured = {speed.number: speed for speed in speeds}
@@ -224,7 +230,7 @@ def _node_line(node: Node, speed: NodeSpeed | None = None) -> str:
 
 
 def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu]) -> Check:
-    """`cuda`: whether torch sees CUDA, and its version; `found`: what nvidia-smi lists."""
+    """Check the GPUs. `cuda`: whether torch sees CUDA, and its version; `found`: the GPUs that nvidia-smi lists."""
     usable, version = cuda
     if usable and found:
         gpu = found[0]
@@ -253,7 +259,7 @@ def check_gpu(needs: Needs | None, cuda: tuple[bool, str], found: list[probe.Gpu
 
 
 def file_system(folder: Path, root: Path = Path("/")) -> str:
-    """Type of the file system that holds `folder`, by the longest mount point above it."""
+    """Return the type of the file system that holds `folder`, found by the longest mount point above it."""
     best = ("", "")
     for line in probe.read_text(root / "proc/self/mounts").splitlines():
         fields = line.split()
@@ -266,7 +272,7 @@ def file_system(folder: Path, root: Path = Path("/")) -> str:
 
 
 def check_folder(folder: Path, kind: str) -> Check:
-    """Whether swap files can be made in `folder` with O_DIRECT; `kind` as of :func:`file_system`."""
+    """Check whether swap files can be created in `folder` with O_DIRECT; `kind` is from :func:`file_system`."""
     name, where = "O_DIRECT", f"{folder} ({kind or 'unknown file system'})"
     if not folder.is_dir():
         fix = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
@@ -313,7 +319,7 @@ def check_space(folder: Path, needs: Needs | None) -> Check:
 
 
 def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed | None]:
-    """Tries the drive for some seconds, in a nameless file of at most 1 GiB and a tenth of what is free."""
+    """Measure the drive for a few seconds, with an unnamed file of at most 1 GiB and a tenth of the free space."""
     try:
         free = shutil.disk_usage(folder).free
         speed = device_speed(folder, min(1 << 30, free // 10))
@@ -338,7 +344,7 @@ def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed |
 
 
 def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed: bool = True) -> Iterator[Check]:
-    """Every check of this machine, in the order of the report; those of packages are in `packages`."""
+    """Yield every check of this machine, in the order of the report; those of packages are in `packages`."""
     proc = Path("/proc/sys")
     limit = kernel.lockable_bytes()
     yield check_kernel()

@@ -1,4 +1,4 @@
-"""`memascend doctor`: what this machine can do, what is missing, the exact fix. Exit status 1 if something fails."""
+"""The command `memascend doctor`: checks this machine and prints fixes. Exit status 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH = 15
 
 
 def add_doctor(commands: Any) -> None:
-    """Register the subcommand."""
+    """Register `doctor` with the argparse subparsers `commands`."""
     from memascend.planner.command import count
 
     parser = commands.add_parser(
@@ -48,7 +48,7 @@ def add_doctor(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
-    """(what to print, exit status)."""
+    """Run the checks; return the text to print and the exit status."""
     from memascend.doctor import probe
     from memascend.doctor.checks import FAIL, check_all, check_gpu
     from memascend.doctor.packages import check_packages, cuda
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
         checks += check_tiers(options.tiers, needs, try_speed=not options.no_speed)
     checks.append(check_gpu(needs, cuda(), probe.gpus()))
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed says there what it thinks of the machine
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout on import
         checks += check_packages()
     status = 1 if any(check.status == FAIL for check in checks) else 0
     if options.json:

@@ -1,4 +1,4 @@
-"""What the kernel lets this process do, tried with the system calls themselves."""
+"""Probes of what the kernel allows this process to do, using the system calls themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 2**20
 _IO_URING_SETUP = 425  # the same number on every architecture
 _IO_SETUP = {"x86_64": (206, 207), "aarch64": (0, 1)}  # io_setup, io_destroy
 _URING_PARAMS_BYTES = 120
-# Limits up to this are tried by locking more; beyond it the limit is taken at its word.
+# Limits up to this size are tested by locking more memory; larger ones are trusted.
 _TRY_LOCK_BYTES = 64 * MIB
 
 
@@ -22,7 +22,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def lockable_bytes() -> int | None:
-    """How much memory this process may lock; None: without limit (also by CAP_IPC_LOCK, found by locking more)."""
+    """Return the bytes of memory that this process may lock, or None if there is no limit.
+
+    CAP_IPC_LOCK, which lifts the limit, is detected by locking more than the limit.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None
@@ -42,11 +45,11 @@ def _can_lock(size: int) -> bool:
             libc.munlock(address, ctypes.c_size_t(size))
             return True
         finally:
-            del start  # the map cannot be closed while something points into it
+            del start  # a mapping cannot be closed while a pointer into it exists
 
 
 def uring_error(entries: int = 8) -> int:
-    """0 where an io_uring could be set up (and was closed again), else the errno."""
+    """Set up an io_uring and close it again; return 0 on success, otherwise the errno."""
     params = ctypes.create_string_buffer(_URING_PARAMS_BYTES)
     descriptor = _libc().syscall(_IO_URING_SETUP, entries, params)
     if descriptor < 0:
@@ -56,7 +59,7 @@ def uring_error(entries: int = 8) -> int:
 
 
 def libaio_error(events: int) -> int:
-    """0 where a libaio context for `events` requests could be set up (and was destroyed), else the errno."""
+    """Set up a libaio context for `events` requests and destroy it; return 0 on success, otherwise the errno."""
     numbers = _IO_SETUP.get(platform.machine())
     if numbers is None:
         return errno.ENOSYS

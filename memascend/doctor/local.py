@@ -1,4 +1,4 @@
-"""This machine as the planner's MachineSpec: limits from the kernel, rates from data sheets and from a short try."""
+"""This machine as the planner's MachineSpec: limits from the kernel, rates from data sheets and short measurements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memascend.planner.node_memory import described_nodes
 
 
 def local_machine(nvme: Path | None = None, topology: Topology | None = None) -> MachineSpec:
-    """What this machine has; with a folder its SSD is tried for a few seconds (up to 1 GiB, deleted at once). Memory
-    nodes, where there are several, are those of `topology` (default: the kernel's); their rates are the firmware's.
+    """Return the specification of this machine.
 
-    Without a GPU the rates of one are None, and then no time can be given. Raises ValueError, in one line, where the
-    folder cannot be written.
+    With the folder `nvme`, its SSD is measured for a few seconds (up to 1 GiB, deleted at once). If there are several
+    memory nodes, they are those of `topology` (default: the kernel's), with the firmware's rates. Without a GPU, the
+    GPU's rates are None, and no times can be predicted. Raises a one-line ValueError if the folder is not writable.
     """
     found = probe.gpus()
     sources = {"memory_bytes_per_s": "torch's sum of 256 MiB, best of three"}

@@ -1,7 +1,7 @@
-"""What each memory node of this machine does: how long a load takes, how fast a copy goes, and AdamW.
+"""Short measurements of each memory node: the latency of a load, and the bandwidth of a copy and of AdamW.
 
-Measured from the cores that this process runs on, for about two seconds per node; not a benchmark. Figures 4 and 5 of
-CXL-aware allocation are these quantities for DRAM and a card.
+They run on the cores available to this process, for about two seconds per node; this is not a benchmark. Figures 4 and
+5 of CXL-aware allocation show these quantities for DRAM and a card.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from memascend.memory.latency_first import Room, rooms_of
 from memascend.memory.topology import Topology
 
 MIB = 2**20
-# Far beyond the caches of most processors; a node with little room is tried with a quarter of what it has.
+# Far larger than the caches of most processors; a node with little free memory is tested with a quarter of it.
 CHASED_BYTES = 256 * MIB
-STREAMED_BYTES = 64 * MIB  # of each tensor: two in a copy, four in AdamW
+STREAMED_BYTES = 64 * MIB  # per tensor: two tensors in a copy, four in AdamW
 HOPS = 1_000_000
-ADAMW_BYTES_A_PARAMETER = 28  # reads master, gradient and moments, writes all but the gradient
+ADAMW_BYTES_A_PARAMETER = 28  # it reads master, gradient and moments, and writes all but the gradient
 _TIMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpeed:
-    """Of one node. Bytes per second; a copy counts what it reads and what it writes."""
+    """Speeds of one node. A copy counts both the bytes read and the bytes written."""
 
     number: int
     latency_ns: float
@@ -33,9 +33,9 @@ class NodeSpeed:
 
 
 def measure_nodes(topology: Topology | None = None, *, bytes_at_most: int = CHASED_BYTES) -> list[NodeSpeed]:
-    """Every node that has memory and may be used; none without our extension, nor those without room for 16 MiB."""
+    """Measure every usable node with at least 16 MiB available; return an empty list if our extension is missing."""
     try:
-        from memascend import _C  # noqa: F401  not installed: the report says so elsewhere
+        from memascend import _C  # noqa: F401  another check reports it if it is missing
     except ImportError:
         return []
     topology = topology or Topology.read()
@@ -55,7 +55,7 @@ def _measure(node: int, size: int) -> NodeSpeed:
     from memascend.memory.placement import on_node
     from memascend.ops.adamw import adamw_
 
-    # Huge pages, so that it is memory that answers and not the page tables.
+    # With huge pages, the latency is that of memory rather than of page-table walks.
     allocator = PageAlignedPinnedAllocator(lock=False, register_cuda=False, pages="transparent")
 
     def taken(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,7 +86,10 @@ def _best(call: Callable[[], object]) -> float:
 
 
 def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
-    """What `latency_first` would do here, in words; far nodes share by the firmware's bandwidths, or alike."""
+    """Describe what `latency_first` would do on this machine.
+
+    Divided buffers are split by the firmware's bandwidths or, if these are unknown, evenly.
+    """
     rooms = rooms_of(topology)
     near, far = ([room for room in rooms if room.near is wanted] for wanted in (True, False))
     if not far:

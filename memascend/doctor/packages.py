@@ -1,4 +1,4 @@
-"""Which packages are here, whether they are the ones we tried, and whether their compiled parts are there."""
+"""Checks of the installed packages: their versions, compared with the tested ones, and their compiled parts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import MappingProxyType
 from memascend.doctor.checks import FAIL, OK, WARN, Check
 from memascend.extension import NotLoadable
 
-# The range that the tests were run with; DeepSpeed's comes from the integration, which warns by the same list.
+# Oldest versions that were tested. DeepSpeed's list comes from the integration, which warns by the same list.
 OLDEST_TRANSFORMERS = (4, 51)
 OLDEST_PYTHON_TORCH = (2, 4)
 OPS = {"async_io": "deepspeed/ops/aio/async_io_op", "cpu_adam": "deepspeed/ops/adam/cpu_adam_op"}
 
 
 def version(package: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version of `package`, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def version(package: str) -> str | None:
 
 
 def numbers(text: str) -> tuple[int, int]:
-    """(major, minor) of a version."""
+    """Return (major, minor) of a version, or (0, 0) if it has no such numbers."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -76,10 +76,10 @@ def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
 def check_ops(
     site: Path | None, kept: Sequence[str] = (), gpu: bool = False, locks: Mapping[str, Path] = MappingProxyType({})
 ) -> Check:
-    """`site`: the folder that holds the deepspeed package. Ops that are missing compile on first use, for minutes.
+    """Check DeepSpeed's compiled ops; missing ones would compile for minutes on first use.
 
-    `kept`: those that an earlier use has compiled. `gpu`: a GPU computes; ops that set-up makes are for the CPU.
-    `locks`: of ops, those that no process holds.
+    `site` is the folder that holds the deepspeed package, `kept` are ops compiled by an earlier use. With `gpu`, the
+    ops built at set-up do not count, since they are for the CPU. `locks` are lock files of ops that no process owns.
     """
     ready = [name for name, path in OPS.items() if site and not gpu and list(site.glob(f"{path}*.so"))]
     if stuck := [name for name in locks if name not in ready]:
@@ -109,7 +109,7 @@ def check_ops(
 
 
 def compiled_by_use() -> tuple[list[str], bool, dict[str, Path]]:
-    """(ops that DeepSpeed has compiled on an earlier use, whether a GPU computes, locks that no process holds)"""
+    """Return the ops that DeepSpeed compiled on an earlier use, whether a GPU computes, and abandoned lock files."""
     try:
         import torch
 
@@ -136,7 +136,7 @@ def check_transformers(found: str | None) -> Check:
 
 
 def tried_deepspeed() -> tuple[str, ...]:
-    """Versions that the integration was tried with; none where it cannot be read."""
+    """Return the DeepSpeed versions that the integration was tested with; none if it cannot be imported."""
     try:
         from memascend.integrations.deepspeed.compat import TRIED_VERSIONS
     except ImportError:
@@ -145,7 +145,7 @@ def tried_deepspeed() -> tuple[str, ...]:
 
 
 def cuda() -> tuple[bool, str]:
-    """(torch sees a CUDA device, torch's version with its CUDA)."""
+    """Return whether torch sees a CUDA device, and the CUDA version of torch (or torch's own version without CUDA)."""
     if importlib.util.find_spec("torch") is None:
         return False, "not installed"
     import torch
@@ -154,7 +154,7 @@ def cuda() -> tuple[bool, str]:
 
 
 def check_packages() -> Iterator[Check]:
-    """Every check of packages, in the order of the report."""
+    """Yield every check of packages, in the order of the report."""
     yield check_extension()
     yield check_torch(version("torch"))
     installed = version("deepspeed")

@@ -1,4 +1,4 @@
-"""This machine from /proc, /sys and nvidia-smi: no torch, no root, no write. Readers take a root, for tests."""
+"""Readers of /proc, /sys and nvidia-smi that need no torch and no root, and write nothing. Tests pass another root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
-# Dense 16-bit matrix rate with 32-bit sums, in TFLOPS, by a word of the name: NVIDIA's data sheets. Longer words first.
+# Dense 16-bit matrix rate with 32-bit accumulation, in TFLOPS, from NVIDIA's data sheets. The first key that occurs in
+# the GPU's name applies, so longer keys come first.
 GPU_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -28,13 +29,13 @@ GPU_TFLOPS = {
     "RTX 4080": 97.5,
     "RTX 3090": 71.0,
 }
-# GB/s of one PCIe lane each way, by generation.
+# GB/s per PCIe lane and direction, by generation.
 PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU; `flops_per_s` and `pcie_bytes_per_s` None where the name or the driver does not tell."""
+    """One NVIDIA GPU; `flops_per_s` and `pcie_bytes_per_s` are None if the name or the driver does not give them."""
 
     name: str
     memory_bytes: int
@@ -43,7 +44,7 @@ class Gpu:
 
 
 def read_text(path: Path) -> str:
-    """A file's text; empty where it does not exist or may not be read."""
+    """Return a file's text, or an empty string if it does not exist or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -56,14 +57,17 @@ def swap_bytes(root: Path = Path("/")) -> int:
 
 
 def nvidia_smi() -> str:
-    """name, MiB, PCIe generation and width of each GPU, a line each. OSError or SubprocessError without a driver."""
+    """Return name, memory in MiB, PCIe generation and PCIe width of each GPU, one GPU per line.
+
+    Raises OSError or SubprocessError without a driver.
+    """
     fields = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 def gpus(query: Callable[[], str] = nvidia_smi) -> list[Gpu]:
-    """NVIDIA GPUs of this machine; none where there is no driver."""
+    """Return the NVIDIA GPUs of this machine; none if there is no driver."""
     try:
         lines = query().strip().splitlines()
     except (OSError, subprocess.SubprocessError):
@@ -85,6 +89,6 @@ def gpus(query: Callable[[], str] = nvidia_smi) -> list[Gpu]:
 
 
 def kernel_version(release: str | None = None) -> tuple[int, int]:
-    """(major, minor) of the running kernel, (0, 0) where its release says neither."""
+    """Return (major, minor) of a kernel release, by default the running one, or (0, 0) if it has no such numbers."""
     found = re.match(r"(\d+)\.(\d+)", os.uname().release if release is None else release)
     return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -1,6 +1,6 @@
-"""How fast this machine's SSD and memory are, tried for about a second each.
+"""Quick measurements of the speed of this machine's SSD and memory, of about a second each.
 
-Not a benchmark: `memascend bench nvme` measures against fio. This tells a drive that will do from one that will not.
+They only tell a suitable drive from an unsuitable one; the benchmark `memascend bench nvme` compares with fio.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 MIB = 2**20
 BLOCK_BYTES = 8 * MIB
-# Requests that are in flight at once: what it takes to fill a drive with blocks of this size.
+# Requests in flight, enough to saturate a drive with blocks of this size.
 DEPTH = 4
-# Large enough to outlast a drive's answer from its own memory, small enough to write in a second or two.
+# Large enough to exceed a drive's internal cache, small enough to write in a second or two.
 DEFAULT_BYTES = 1 << 30
 _ENOUGH_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpeed:
-    """Bytes per second of sequential O_DIRECT requests of 8 MiB, four at a time; and how many bytes each took."""
+    """Bytes per second of sequential O_DIRECT requests of 8 MiB, four at a time, and the bytes that were written."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
@@ -36,9 +36,9 @@ class DeviceSpeed:
 
 @contextlib.contextmanager
 def temporary_file(folder: Path, flags: int = 0) -> Iterator[int]:
-    """Descriptor of a new file in `folder` that has no name as soon as it is open: nothing is left behind, ever.
+    """Yield the descriptor of a new file in `folder` that is unlinked as soon as it is open, so it never stays behind.
 
-    OSError with the folder's name where it cannot be made (EINVAL: the file system refuses O_DIRECT).
+    Raises OSError, naming a path in the folder, if it cannot be created (EINVAL: the file system refuses O_DIRECT).
     """
     descriptor, name = -1, ""
     try:
@@ -55,7 +55,7 @@ def temporary_file(folder: Path, flags: int = 0) -> Iterator[int]:
 
 
 def takes_direct_io(folder: Path) -> str:
-    """Write and read one page with O_DIRECT in `folder`: an empty text where it works, else why it does not."""
+    """Write and read one page with O_DIRECT in `folder`; return an empty string on success, otherwise the reason."""
     try:
         with temporary_file(folder, os.O_DIRECT) as descriptor, mmap.mmap(-1, 4096) as page:
             page[:9] = b"memascend"
@@ -72,7 +72,7 @@ def takes_direct_io(folder: Path) -> str:
 
 
 def _is_served(descriptor: int) -> bool:
-    """What the kernel says of the file; yes where the extension that asks is not installed."""
+    """Return whether the kernel reports direct I/O for the file; True if the extension that asks is missing."""
     try:
         from memascend.storage.native import _C
     except ImportError:
@@ -81,15 +81,15 @@ def _is_served(descriptor: int) -> bool:
 
 
 def device_speed(folder: Path, size_bytes: int = DEFAULT_BYTES) -> DeviceSpeed:
-    """Write `size_bytes` to a nameless file in `folder` and read them back, past the page cache.
+    """Write `size_bytes` to an unnamed file in `folder` and read them back, bypassing the page cache.
 
-    Stops early after two seconds each way. Raises OSError where O_DIRECT or space is missing.
+    Each direction stops after two seconds. Raises OSError if O_DIRECT is unsupported or space is missing.
     """
     blocks = max(DEPTH, size_bytes // BLOCK_BYTES)
     with temporary_file(folder, os.O_DIRECT) as descriptor, contextlib.ExitStack() as stack:
         buffers = [stack.enter_context(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(DEPTH)]
         for index, buffer in enumerate(buffers):
-            buffer[:] = os.urandom(MIB) * (BLOCK_BYTES // MIB)  # not zeros: some drives and hosts write those for free
+            buffer[:] = os.urandom(MIB) * (BLOCK_BYTES // MIB)  # zeros are not written by some drives and hosts
             buffer[:1] = bytes([index])
         written, write_s = _stream(os.pwritev, descriptor, buffers, blocks)
         start = time.monotonic()
@@ -106,7 +106,7 @@ def device_speed(folder: Path, size_bytes: int = DEFAULT_BYTES) -> DeviceSpeed:
 def _stream(
     call: Callable[[int, list[mmap.mmap], int], int], descriptor: int, buffers: list[mmap.mmap], blocks: int
 ) -> tuple[int, float]:
-    """(blocks moved, seconds): up to `blocks`, each thread with a buffer of its own, until the time is up."""
+    """Move up to `blocks` blocks until the time is up; return (blocks moved, seconds). Each thread has one buffer."""
     start = time.monotonic()
 
     def worker(lane: int) -> int:
@@ -125,7 +125,10 @@ def _stream(
 
 
 def memory_speed(size_bytes: int = 256 * MIB) -> float:
-    """Bytes per second that memory delivers: torch's sum of a tensor far larger than the caches, the best of three."""
+    """Return the read bandwidth of memory in bytes per second.
+
+    It is the best of three runs of torch's sum over a tensor far larger than the caches.
+    """
     import torch
 
     tensor = torch.ones(size_bytes // 4)

@@ -1,4 +1,4 @@
-"""`memascend doctor --tiers`: whether several paths can be used together, and what they give together and apart."""
+"""`memascend doctor --tiers`: checks whether several paths can be used together, and how fast they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from memascend.storage.write_budget import written
 
 
 def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool = True) -> Iterator[Check]:
-    """Each path by itself, then all together: the share of each, and seconds of a step with all and with one alone."""
+    """Check each path by itself, then all together.
+
+    The last check gives the share of each path, and the seconds of a step with all paths and with each one alone.
+    """
     speeds: dict[Path, DeviceSpeed] = {}
     free: dict[Path, int] = {}
     drives: dict[str, Path] = {}
@@ -59,12 +62,12 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
 
 
 def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None]:
-    """A formatted raw device: whether it can be used, its room, and its rates beside the tensors that are there."""
+    """Check a formatted raw device without harming its tensors; return the check, its free bytes and its rates."""
     try:
         owner = require_usable(path).owner or ""
         with DirectTier.on_devices([path], owner, DirectEngineConfig(volatile=True)) as tier:
             room, rates = tier.free_bytes, measure(tier) if try_speed else None
-    except (DeviceRefused, OSError) as refused:  # a StorageError too
+    except (DeviceRefused, OSError) as refused:  # StorageError is an OSError
         fix = "see memascend storage format, or name another path"
         return Check(name="path", status=FAIL, found=str(refused), fix=fix), 0, None
     found = f"{path}: {size(room)} free on a raw device"
@@ -76,7 +79,10 @@ def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None
 
 
 def _together(speeds: dict[Path, DeviceSpeed], free: dict[Path, int], needs: Needs | None) -> Check:
-    """By rates measured one after the other: paths behind one controller or network are slower together."""
+    """Check all paths together, with rates measured one after the other.
+
+    Paths behind one controller or network would be slower together than this predicts.
+    """
     rates = [Rates(speed.read_bytes_per_s, speed.write_bytes_per_s) for speed in speeds.values()]
     shares = weights("balanced", rates)
     parts = [share / sum(shares) for share in shares]
