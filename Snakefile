@@ -1,5 +1,6 @@
 # Usage: snakemake --cores all figures
-# Also: tables, claims, report, exhibits, artifact, artifact-verify, flagship; one exhibit by its id (memascend-fig11); one paper by its name (lohan).
+# Also: tables, claims, report, exhibits, artifact, artifact-verify, flagship; one exhibit by its id (memascend-fig11);
+# one paper by its name (lohan).
 from snakemake.utils import min_version
 
 min_version("9.0")
@@ -18,7 +19,8 @@ include: "workflows/rules/figures.smk"
 include: "workflows/rules/artifact.smk"
 
 
-# Seconds each, and forked from a process of this machine: an executor hands nodes the runs alone.
+# These jobs take seconds each and are forked from a process on this machine; an executor submits only the runs to
+# nodes.
 localrules:
     exhibits,
     modelled,

@@ -1,7 +1,7 @@
-"""What an exhibit computes with, the same for both lanes: a plan on a paper's testbed, or a run of a twin.
+"""The cases that an exhibit's rows are computed from, in both lanes: a plan on a paper's testbed, or a run of a twin.
 
-A case knows its series, model, testbed and source, and its bytes; a run's bytes become two rows, as they are and, times
-k², at the original's size.
+A case knows its series, model, testbed, source and bytes. Bytes of a run become two rows: as measured, and times k², at
+the original's size.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _FORMULA = "100 (1 - MemAscend / as published)"
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A plan on the testbed of a paper's exhibit; a run has the same names."""
+    """A plan on the testbed of a paper's exhibit, with the same attribute names as `workflows.records.Run`."""
 
     made: Plan
     series: str
-    model: str  # as figures write it
+    model: str  # display name in figures
     testbed: str
     source: str
     peak_bytes: int
-    check_bytes: int  # what the overflow check takes beside the gradient buffer
+    check_bytes: int  # requested by the overflow check in addition to the gradient buffer
     lane = "modelled"
     ok = True
     k = 1
 
     @property
     def place(self) -> str:
-        """Where an average over models stands."""
+        """The label under which averages over models are grouped."""
         return self.testbed
 
     def owned(self, owner: str) -> int:
@@ -59,7 +59,7 @@ Case = Planned | Run
 def paper_plan(
     model: str, system: str, testbed: str, arm: str | None = None, dtype: str = "fp16", ranks: int = 1
 ) -> Planned:
-    """With the sizes that the papers' totals describe, and without activation checkpoints."""
+    """Plan with the sizes that the papers' totals describe, and without activation checkpoints."""
     work = Workload(spec=model_spec(model), system=system, arm=arm, dtype=dtype, ranks=ranks, context=0)
     made = plan(papers(work))
     sizes = {"peak_bytes": made.host_bytes, "check_bytes": made.requested_bytes("overflow_check")}
@@ -70,7 +70,7 @@ def paper_plan(
 def row(
     exhibit: str, metric: str, value: float | str, unit: str, lane: str, source: str, x: X = ("", ""), **cells: str
 ) -> Row:
-    """One row of the tidy table; numbers with nine significant digits."""
+    """Return one row of the tidy table; numbers have nine significant digits."""
     shown = value if isinstance(value, str) else f"{value:.9g}"
     own = {"exhibit_id": exhibit, "metric": metric, "value": shown, "unit": unit, "lane": lane, "source": source}
     own |= {"x_name": x[0], "x_value": f"{x[1]:.6g}" if isinstance(x[1], float) else str(x[1])}
@@ -78,7 +78,7 @@ def row(
 
 
 def of_record(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
-    """A row of a record, on its host where `cells` name no testbed."""
+    """Return a row of a record, with its host as the testbed unless `cells` names one."""
     own = {"lane": record.get("lane", "measured"), "source": record["key"], "testbed": record["host"]["name"]}
     return row(exhibit, metric, value, unit, **own | cells)
 
@@ -86,14 +86,14 @@ def of_record(record: dict[str, Any], exhibit: str, metric: str, value: float | 
 def of_case(
     exhibit: str, case: Case, metric: str, value: float | str, unit: str, formula: str = "", **cells: Any
 ) -> Row:
-    """A row of a case. `formula` says how the modelled lane computes it; a run's source is always its record."""
+    """Return a row of a case. `formula` says how the modelled lane computes it; a run's source is always its record."""
     own = {"series": case.series, "model": case.model, "testbed": case.testbed} | cells
     source = formula if formula and case.lane == "modelled" else case.source
     return row(exhibit, metric, value, unit, case.lane, source, **own)
 
 
 def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: Any) -> Iterator[Row]:
-    """In GiB: as planned; of a run as they are and at the original's size."""
+    """Yield bytes in GiB: for a plan as planned, for a run as measured and at the original's size."""
     yield of_case(exhibit, case, metric, nbytes / GIB, "GiB", **cells)
     if case.lane == "measured":
         yield of_case(exhibit, case, metric + SCALED, nbytes * case.k**2 / GIB, "GiB", **cells)
@@ -102,7 +102,10 @@ def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: Any)
 def reductions(
     exhibit: str, pairs: Iterable[tuple[Case, Case]], amount: Callable[[Case], float], metric: str = "reduction"
 ) -> Iterator[Row]:
-    """Percent from the first to the second of each pair; their mean where all four models of the paper are there."""
+    """Yield the reduction in percent from the first to the second case of each pair, and the mean over models.
+
+    The mean is given per place, and only where all four models of the paper are present.
+    """
     by_place: dict[str, list[tuple[Case, Case]]] = defaultdict(list)
     for before, after in pairs:
         by_place[before.place].append((before, after))
@@ -127,8 +130,10 @@ def reductions(
 def largest_under(
     exhibit: str, metric: str, unit: str, curve: Iterable[tuple[Case, int, float]], caps: dict[str, float], limit: int
 ) -> Iterator[Row]:
-    """Of the powers of two among (case, x, GiB) the last whose peak is under each cap. No row where the curve ends
-    before `limit` and below the cap."""
+    """Yield the largest power of two among the x values whose peak is under each cap.
+
+    `curve` has (case, x, GiB) entries. No row is given if the curve ends before `limit` while still below the cap.
+    """
     sizes: dict[str, dict[int, tuple[Case, float]]] = defaultdict(dict)
     for case, x, size in curve:
         if x & (x - 1) == 0:
@@ -143,28 +148,30 @@ def largest_under(
 
 
 def step_seconds(point: dict[str, Any]) -> list[float]:
-    """Whole steps of an arm that took turns with others."""
+    """Return the seconds of each whole step of an arm that took turns with others."""
     phases = (point[f"{phase}_s"] for phase in ("forward", "backward", "optimizer"))
     return [sum(step) for step in zip(*phases, strict=True)]
 
 
 def ratio_by_rounds(one: Iterable[float], other: Iterable[float]) -> float:
-    """Median of one over the other, each within its round: what drifts on a machine meets both alike."""
+    """Return the median ratio of `one` to `other`, taken round by round so that drift of the machine affects both
+    alike."""
     return median(a / b for a, b in zip(one, other, strict=True))
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
+    """Return the lower quartile, median and upper quartile."""
     return tuple(quantiles(values, n=4, method="inclusive")) if len(values) > 1 else (values[0],) * 3
 
 
 def failed(exhibit: str, case: Any) -> Row:
-    """What stands for the peak of a run that has none."""
+    """Return the row that stands for the peak of a run that has none."""
     return of_case(exhibit, case, PEAK, FAILED.get(case.record["status"], "N/A"), "GiB")
 
 
 def join_seeds(rows: list[Row]) -> list[Row]:
-    """Rows that differ in value and source alone become their median; a text (a failure) stands over numbers."""
+    """Merge rows that differ only in value and source into their median; a text (a failure) takes precedence over
+    numbers."""
     same = defaultdict(list)
     for each in rows:
         same[tuple((c, each.get(c, "")) for c in tidy.COLUMNS if c not in ("value", "source"))].append(each)

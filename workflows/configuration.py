@@ -1,7 +1,7 @@
-"""What the rules need to know: the configuration, who needs which record, what makes it stale.
+"""The configuration as the rules need it: which exhibit needs which record, and what makes a record stale.
 
-Standard library, yaml and jsonschema alone; of ours workflows.experiments, workflows.staleness and workflows.registry.
-Whatever is wrong ends with one line (`fail`).
+This module needs only the standard library, yaml and jsonschema, and the modules of ours imported below. Every error in
+the configuration ends the program with one line (`fail`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from workflows.run import no_result
 from workflows.staleness import Tree, versions
 
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
-PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # as typed, where they differ from the folder
+PAPER_TARGETS = {"mlpoffload": "mlp-offload"}  # target name where it differs from the folder
 HOST = r"(?=.*[a-z])[a-z0-9]+([._-]+[a-z0-9]+)*"
-# What lies beside a host's own folder in results/raw, results/derived and figures, where results have no host.
+# Names in results/raw, results/derived and figures of results without a host; a host's folder must not collide with
+# them.
 NOT_HOSTS = frozenset(
     ("benchmarks", "exhibits", "gallery", "gpu", "gpu-rehearsal", "logs", "modelled", "records", "runs", "traces")
 )
 FILES = (".json", ".csv", ".html", ".css", ".js", ".svg", ".pdf", ".png", ".md", ".zip", ".log", ".tsv")
-# Of a job on a node, beside the run: two processes of Snakemake, and minutes in which a cold file system is read.
+# Overhead of a job on a node in addition to the run: two Snakemake processes, and minutes to read a cold file system.
 STARTS_GIB, STARTS_MIN = 1.0, 10
 
 
@@ -46,7 +47,7 @@ def machine_gib() -> float:
 
 
 class Configuration:
-    """One call of Snakemake."""
+    """The configuration of one call of Snakemake."""
 
     def __init__(self, config: dict[str, Any], words: list[str]) -> None:
         if "host" in config:
@@ -82,28 +83,29 @@ class Configuration:
         return self.experiments.runs
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """The run of that name in the profile in use."""
+        """Return the run of that name in the profile in use."""
         if run_id not in self.runs:
             fail(f"{run_id} is no run of profile {self.config['profile']}; its runs: {', '.join(self.runs)}")
         return self.runs[run_id]
 
     @property
     def node(self) -> dict[str, Any] | None:
-        """What a node of a cluster has, where runs are jobs of one; None where they run on this machine."""
+        """Properties of a cluster node if runs are jobs of a cluster; None if they run on this machine."""
         return {"scratch": "/tmp"} | self.config["node"] if "node" in self.config else None
 
     def _own(self, folder: str) -> str:
-        """A folder of results: of the named host alone, so that two that share a file system never write one record."""
+        """Return a result folder; a named host gets its own, so that two that share a file system never write one
+        record."""
         return f"{folder}/{self.host}" if self.host else folder
 
     @property
     def lock(self) -> str:
-        """What is held by who measures: of this machine, or of the node, never of all that share a file system."""
+        """Path of the lock that measurements take. It is per machine or node, not per shared file system."""
         return f"{self.node['scratch']}/.memascend-machine.lock" if self.node else f"{self.raw}/.machine.lock"
 
     @property
     def resources(self) -> dict[str, Any]:
-        """Of a record's job, for an executor that hands it to a node; on one machine they are a note."""
+        """Resources of a record's job for an executor that hands it to a node; on one machine they have no effect."""
 
         def mem_mb(wildcards: Any, attempt: int) -> int:
             return self.mem_mb(wildcards.run_id, attempt)
@@ -112,13 +114,15 @@ class Configuration:
         if self.node:
             found["slurm_extra"] = lambda wildcards: "--exclusive" if self.run(wildcards.run_id)["alone"] else ""
         if self.node and any(run["gpus"] for run in self.runs.values()):
-            # Not even zero of them in a profile without: an executor may look no further than the name.
+            # A profile without GPUs must not ask for zero of them: an executor may only look for the name.
             found["gpu"] = lambda wildcards: self.run(wildcards.run_id)["gpus"]
         return found
 
     def mem_mb(self, run_id: str, attempt: int = 1) -> int:
-        """MiB of a run and of what starts it, twice as much where it is tried again; all of a node that it has for
-        itself. Ends with one line where a node has too little."""
+        """Return the MiB that a run and the processes that start it need, multiplied by the attempt.
+
+        A run that must run exclusively gets the whole memory of a node. Ends with one line if a node has too little.
+        """
         run = self.run(run_id)
         all_of_it = int(1024 * self.node["memory_gib"]) if self.node else None
         needed = math.ceil(1024 * (run["needs_gib"] + STARTS_GIB))
@@ -130,12 +134,16 @@ class Configuration:
         return min(needed * attempt, all_of_it) if all_of_it else needed * attempt
 
     def runtime(self, run_id: str) -> int:
-        """Minutes after which a run hangs: its own limit comes first, so that its time-out is recorded."""
+        """Return the minutes after which a run counts as hung. Its own limit comes first, so that its time-out is
+        recorded."""
         return math.ceil(self.run(run_id)["allowed_s"] / 60) + STARTS_MIN
 
     def command(self, run_id: str) -> str:
-        """What makes the record: the program, holding the machine where it is timed and else sharing it; where it ends
-        without one, the record of that."""
+        """Return the command that makes the record.
+
+        The program holds the machine's lock exclusively if it is timed, and shared otherwise. If it ends without a
+        record, a second program writes a record of that.
+        """
         run = self.run(run_id)
         lock = f"flock {'' if run['alone'] else '--shared '}{self.lock}"
         if self.node:
@@ -148,7 +156,7 @@ class Configuration:
         return f"{lock} {limit}{python} -m workflows.run.{run['module']} {names} {run['words']} || {otherwise}"
 
     def threads(self, run_id: str, cores: int) -> int:
-        """All cores for what is timed; other runs share them, as many at once as the machine's memory holds."""
+        """Return all cores for a timed run; other runs share them, as many at once as the machine's memory allows."""
         run, memory = self.run(run_id), self.node["memory_gib"] if self.node else machine_gib()
         if run["alone"] or cores < 2:
             return cores
@@ -157,13 +165,17 @@ class Configuration:
 
     @property
     def not_sampled(self) -> str:
-        """A pattern for runs whose processes are not below their job, so that Snakemake's benchmark would count none of
-        them: those that a server forks, and it forks none that is a job of a node."""
+        """Pattern of runs whose processes are not children of their job, so that Snakemake's benchmark would not see
+        them.
+
+        These are the runs that a server forks; on a cluster no run is forked.
+        """
         names = [] if self.node else [run_id for run_id, run in self.runs.items() if run["forked"]]
         return "|".join(map(re.escape, names)) or "(?!)"
 
     def interpreters(self, run_id: str) -> list[str]:
-        """Of the environments that a run needs; another DeepSpeed lives in an environment of its own."""
+        """Return the interpreters of the environments that a run needs; each other DeepSpeed has an environment of its
+        own."""
         found = []
         for environment in filter(None, self.run(run_id)["environments"]):
             python = f".cache/envs/{environment}/bin/python"
@@ -173,14 +185,16 @@ class Configuration:
         return found
 
     def measures(self, run_id: str) -> str:
-        """Digest of what can change the record; of a probe nothing does."""
+        """Return a digest of what can change the record; empty for a probe, which never becomes stale."""
         if self.run(run_id)["module"] == "probe":
             return ""
         return f"{self.measured_by(run_id)} {json.dumps(versions(), sort_keys=True)}"
 
     def measured_by(self, run_id: str, kind: str = "") -> str:
-        """Digest of the code that makes the record, as the record has it; `kind`: of a record that is there, since one
-        of a run without a result is made by other code."""
+        """Return a digest of the code that makes the record, as the record states it.
+
+        `kind` is the kind of an existing record: one of a run without a result is made by other code.
+        """
         if kind == no_result.KIND:
             return self._digest("workflows.run.no_result", (), ())
         run = self.run(run_id)
@@ -190,12 +204,12 @@ class Configuration:
     def code(self, program: str, systems: tuple = (), models: tuple | None = (), more: Any = "") -> str:
         return f"{self._digest(program, systems, models)} {json.dumps(more, sort_keys=True) if more else ''}".strip()
 
-    @cache  # noqa: B019  (one object a call of Snakemake)
+    @cache  # noqa: B019  (one object per call of Snakemake)
     def _digest(self, program: str, systems: tuple, models: tuple | None) -> str:
         return self.sources.digest(program, systems, models)
 
     def models(self, paper: str) -> str:
-        """Digest of what a paper's modelled lane is computed from: code, its systems, models and testbeds."""
+        """Return a digest of what a paper's modelled lane is computed from: code, its systems, models and testbeds."""
         testbeds = {str(p): p.stat().st_size for p in sorted(Path("hardware").glob("**/*.yaml"))}
         texts = [Path(path).read_text() for path in testbeds]
         own = [Path("workflows/papers/releases.yaml"), *sorted(Path("workflows/papers", paper).glob("*.yaml"))]
@@ -205,7 +219,7 @@ class Configuration:
         return self.code(f"workflows.papers.{paper}.rows", systems_named(paper), None, texts)
 
     def derives(self, exhibit: str) -> str:
-        """Digest of what an exhibit's table is computed and its picture drawn by, with the names of systems' arms."""
+        """Return a digest of what determines an exhibit's table and picture, including the labels of systems' arms."""
         systems = {s for run in self.runs.values() if exhibit in (run["exhibits"] or []) for s in run["systems"]}
         labels = [Path("baselines", s, "system.py").read_text() for s in sorted(systems)]
         paper = self.entries[exhibit]["paper"]
@@ -213,14 +227,14 @@ class Configuration:
         return self.code("workflows.derive.table", more=more)
 
     def draws(self, exhibit: str) -> str:
-        """Digest of what draws an exhibit without a table, and of its own specification."""
+        """Return a digest of the code that draws an exhibit without a table, and of its specification."""
         return self.code("workflows.derive.figure", more=self._picture(exhibit))
 
     def _picture(self, exhibit: str) -> str:
         return registry.picture_digest(self.entries[exhibit], Path.cwd())
 
     def records_of(self, exhibit: str) -> list[str]:
-        """Records that one exhibit is drawn from."""
+        """Return the paths of the records that one exhibit is drawn from."""
         if exhibit not in self.with_table:
             return []
         wanted = [r for r, run in self.runs.items() if run["exhibits"] is None or exhibit in run["exhibits"]]
@@ -228,23 +242,23 @@ class Configuration:
 
     @property
     def simulator(self) -> list[str]:
-        """Record of how far the simulator is off on this machine; none in a profile that does not measure that."""
+        """Record of how far the simulator is off on this machine; empty in a profile that does not measure that."""
         return [f"{self.raw}/{run_id}.json" for run_id, run in self.runs.items() if run["module"] == "validation"]
 
     def no_simulator(self) -> NoReturn:
-        """The target was named in a profile without it."""
+        """End with one line: the target was named in a profile that does not measure it."""
         fail(f"profile {self.config['profile']} does not measure how far the simulator is off: --config profile=paper")
 
     @property
     def exhibits_of_runs(self) -> str:
-        """JSON of {run id: exhibits}, which the records carry; it makes none of them stale."""
+        """JSON of {run id: exhibits}, which records carry; a change in it makes no record stale."""
         return json.dumps({run_id: run["exhibits"] or [] for run_id, run in self.runs.items()})
 
     def is_measured(self, exhibit: str) -> bool:
         return "measured" in self.entries[exhibit]["lanes"]
 
     def all_records(self, exhibits: list[str]) -> list[str]:
-        """As targets of their own: Snakemake makes a deleted one again only where it is asked for by name."""
+        """Return the records as targets: Snakemake makes a deleted record again only if it is asked for by name."""
         return sorted({record for exhibit in exhibits for record in self.records_of(exhibit)})
 
     def modelled_of(self, exhibit: str) -> list[str]:
@@ -255,16 +269,16 @@ class Configuration:
         return [str(p) for p in sorted(Path(self.published).glob("*.csv")) if p.stem.replace("_", "") == paper]
 
     def drawn(self, exhibits: list[str]) -> list[str]:
-        """Pictures of exhibits, and the records behind them."""
+        """Return the pictures of exhibits and the records behind them."""
         return [*(f"{self.figures}/{exhibit}.svg" for exhibit in exhibits), *self.all_records(exhibits)]
 
     def planned(self, exhibit: str) -> Any:
-        """Input function of an exhibit that is not built: naming it ends with the part that it waits for."""
+        """Return the input function of an exhibit that is not built, which ends with the part that it waits for."""
         entry = self.entries[exhibit]
         return lambda wildcards: fail(f"{exhibit} is not built yet: it waits for {entry['waits_for']}.")
 
     def of_paper(self, paper: str) -> Any:
-        """Pictures of one paper; one of which nothing is built ends with what its exhibits wait for."""
+        """Return the pictures of one paper; if none is built, a function that ends with what its exhibits wait for."""
         mine = [entry for entry in self.entries.values() if entry["paper"] == paper]
         built = [entry["id"] for entry in mine if entry["status"] == "built"]
         parts = "; ".join(dict.fromkeys(e["waits_for"] for e in mine if e["status"] == "planned"))
@@ -272,7 +286,7 @@ class Configuration:
         return self.drawn(built) if built else (lambda wildcards: fail(words))
 
     def _refuse_unknown_exhibits(self) -> None:
-        """A word that looks like an exhibit's id and is none: one line with the ids near it."""
+        """End with one line that suggests similar ids if a word looks like an exhibit's id but is none."""
         for word in self.words:
             if re.fullmatch(r"([a-z]+-)?(fig|tab|alg|eq)[a-z]*-?\d+[a-z]?", word) and word not in self.entries:
                 near = difflib.get_close_matches(word, self.entries, n=3, cutoff=0.5)
@@ -280,7 +294,7 @@ class Configuration:
                 fail(f"{word} is no exhibit; {hint}snakemake exhibits lists them all")
 
     def refuse_missing_profile(self) -> None:
-        """Snakemake ignores a --workflow-profile that is not there, and would measure on this machine."""
+        """End if the --workflow-profile does not exist; Snakemake would ignore it and measure on this machine."""
         for word, following in zip(self.words, [*self.words[1:], ""], strict=True):
             option, equals, value = word.partition("=")
             named = value if equals else following
@@ -291,7 +305,7 @@ class Configuration:
                 )
 
     def refuse_mistyped_targets(self, rule_names: list[str]) -> None:
-        """A word of the command line that is nearly a target, and no rule: one line with the target."""
+        """End with one line that names the target if a word of the command line is almost a target and no rule."""
         targets = [*NAMED_TARGETS, *(PAPER_TARGETS.get(paper, paper) for paper in self.papers), *self.entries]
         for word in self.words:
             if re.fullmatch(r"[a-z][a-z0-9-]+", word) and word not in rule_names:
@@ -301,14 +315,14 @@ class Configuration:
                     fail(f"{word} is no target; did you mean {near[0]}? Targets: {named}, a paper or an exhibit")
 
     def paper_of(self, exhibit: str) -> str:
-        """Name of the paper that an exhibit is of."""
+        """Return the name of the paper that contains an exhibit."""
         return registry.PAPERS[self.entries[exhibit]["paper"]]
 
     def caption(self, exhibit: str) -> str:
         return registry.caption(exhibit, Path.cwd())
 
     def report_labels(self, exhibit: str) -> dict[str, str]:
-        """Columns of an exhibit in Snakemake's own report: its title, its lanes, and its verdicts if they are there."""
+        """Return the columns of an exhibit in Snakemake's report: title, lanes, and its verdicts if they exist."""
         found = self._verdicts.get(exhibit, Counter())
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in found.most_common()) or "-"
         lanes = ", ".join(self.entries[exhibit]["lanes"]) or "a drawing"
@@ -316,7 +330,7 @@ class Configuration:
 
     @cached_property
     def _verdicts(self) -> dict[str, Counter[str]]:
-        """Exhibit -> how many claims have which verdict, over both lanes."""
+        """Exhibit -> number of claims by verdict, over both lanes."""
         counts: dict[str, Counter[str]] = {}
         with contextlib.suppress(FileNotFoundError), open(Path(self.derived, "claims.csv"), newline="") as file:
             for line in csv.DictReader(file):
@@ -325,20 +339,20 @@ class Configuration:
 
     @property
     def artifact(self) -> str:
-        """The zip of the profile, named for the project's version."""
+        """Path of the profile's zip, which is named after the project's version."""
         project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
         folder = self._own(self.config.get("artifact_dir", "artifact"))
         return f"{folder}/memascend-{project['version']}-{self.config['profile']}.zip"
 
     @property
     def commit(self) -> str:
-        """Of the checkout, which an artifact holds the sources of."""
+        """The commit of the checkout, whose sources the artifact contains."""
         words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
     @property
     def bundle(self) -> str:
-        """The zip that artifact-verify checks: the one that is named, or the profile's own."""
+        """The zip that artifact-verify checks: the configured one, or the profile's own."""
         path = self.config.get("bundle", self.artifact)
         if not Path(path).is_file():
             what = f"{path} is not a file" if Path(path).exists() else f"there is no {path}"
@@ -347,7 +361,7 @@ class Configuration:
 
     @property
     def own_experiments(self) -> list[str]:
-        """Option of a check that names this call's list of runs, where it is not the project's."""
+        """Option that tells a check which list of runs this call uses; empty if it is the project's."""
         usual = registry.read(Path("workflows/config/config.yaml"))["experiments"]
         named = self.config["experiments"]
         return [] if Path(named) == Path(usual) else ["--experiments", named]
@@ -359,12 +373,12 @@ class Configuration:
         return [exhibit for exhibit in self.with_table if exhibit in named]
 
     def said(self, *names: str) -> list[str]:
-        """Files of the papers' folders."""
+        """Return the files of these names in the papers' folders."""
         return [str(path) for name in names for path in sorted(Path("workflows/papers").glob(f"*/{name}"))]
 
     @property
     def site_sources(self) -> list[str]:
-        """Templates, style sheet and script of the report."""
+        """Templates, style sheet and scripts of the report."""
         folders = (Path("workflows/derive/site", name) for name in ("assets", "templates"))
         return [str(path) for folder in folders for path in sorted(folder.iterdir())]
 
@@ -377,7 +391,8 @@ class Configuration:
         return [named] if named else []
 
     def reference_of(self, exhibit: str) -> list[str]:
-        """Committed records of named machines that may have rows of an exhibit; or all that do not say."""
+        """Return the committed records of named machines that may have rows of an exhibit, including those that name
+        none."""
         if not self.is_measured(exhibit):
             return []
         return [path for path, exhibits in self._reference.items() if exhibits is None or exhibit in exhibits]
@@ -398,7 +413,7 @@ class Configuration:
         return {run: seconds for path in paths for run, seconds in json.loads(path.read_text()).items()}
 
     def seconds(self, run_id: str) -> float | None:
-        """What a run took the last time, here or else where a reference was made; None if unknown."""
+        """Return what a run took the last time, on this machine or else where a reference was made; None if unknown."""
         own = Path(self.raw, f"{run_id}.json")
         with contextlib.suppress(OSError, ValueError):
             if own.exists() and "wall_s" in (record := json.loads(own.read_text())):
@@ -406,7 +421,7 @@ class Configuration:
         return self._times.get(run_id)
 
     def budget(self, exhibit: str) -> str:
-        """What the records of an exhibit take, in words."""
+        """Return in words how long the runs of an exhibit's records take."""
         names = [Path(path).stem for path in self.records_of(exhibit)]
         known = [self.seconds(name) for name in names if name != "testbed-local"]
         if not known:
@@ -419,9 +434,8 @@ class Configuration:
 
     @cached_property
     def listing(self) -> list[str]:
-        """A line per exhibit (its title, its lanes, and the time its runs take in this profile or what it waits for),
-        then the counts of every paper.
-        """
+        """One line per exhibit (title, lanes, and the time of its runs in this profile or what it waits for), then the
+        number of built exhibits per paper."""
         width = max(map(len, self.entries))
         lines = []
         for name, entry in self.entries.items():
@@ -440,7 +454,7 @@ class Configuration:
 
 
 def refuse_host(name: Any) -> None:
-    """A name under which results cannot have folders of their own beside those without a host: one line."""
+    """End with one line if the name is malformed or its results would collide with those without a host."""
     if not isinstance(name, str) or not re.fullmatch(HOST, name) or name in ("null", "none", "true", "false"):
         said = "nothing" if name in ("", None) else repr(name)
         fail(
@@ -452,7 +466,7 @@ def refuse_host(name: Any) -> None:
 
 
 def systems_named(paper: str) -> tuple[str, ...]:
-    """Systems whose names stand in the modules of a paper's rows."""
+    """Return the systems whose names occur as strings in the modules of a paper's rows."""
     trees = [ast.parse(path.read_text()) for path in Path("workflows/papers", paper, "rows").glob("*.py")]
     words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     systems = (path.parent.name for path in Path("baselines").glob("*/system.yaml"))
@@ -460,7 +474,8 @@ def systems_named(paper: str) -> tuple[str, ...]:
 
 
 def score(table: Path) -> dict[str, str]:
-    """Paper and lane -> its held-out verdicts in words, from claims.csv; nothing of a lane that decides none."""
+    """Return paper and lane -> its held-out verdicts in words, from claims.csv; lanes without a decided claim are
+    absent."""
     if not table.exists():
         return {}
     found: dict[str, list[str]] = {}

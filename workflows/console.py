@@ -1,4 +1,4 @@
-"""What the terminal shows while Snakemake works: what runs, how many are left, about how long; and how it ended.
+"""Terminal output while Snakemake works: which job starts, how many are left, about how long, and how it ended.
 
 Snakemake's own log file (.snakemake/log) keeps everything.
 """
@@ -38,26 +38,28 @@ HIDDEN = (
 )
 RECORDS = ("record", "forked_record")
 DERIVED = {"forked_record": "record", "figure": "picture of", "drawing": "picture of", "modelled": "modelled lane of"}
-PLAIN_S = 0.5  # seconds that a picture or a page takes: for the estimate alone
+PLAIN_S = 0.5  # estimated seconds per picture or page
 
 
 class Console(logging.Filter):
-    """Stands before the terminal's handler: its own lines in place of Snakemake's pages; warnings and errors pass."""
+    """Filter on Snakemake's terminal handler that prints short lines in place of job text; warnings and errors pass."""
 
     def __init__(self, known: Configuration, words: list[str]) -> None:
         super().__init__()
         self.known, self.began = known, time.monotonic()
         self.quiet = not {"-n", "--dry-run", "--dryrun", "--verbose", "--lint"} & set(words)
         self.total, self.done = 0, 0
-        self.left: dict[str, float | None] = {}  # seconds of runs that have not ended; None: unknown
-        self.not_asked = 0  # of them; which ones is not said before they would start
+        self.left: dict[str, float | None] = {}  # expected seconds of runs that have not ended; None: unknown
+        self.not_asked = 0  # how many of them this call does not run; Snakemake does not say which in advance
         self.running: dict[int, tuple[str, float]] = {}
         self.took: list[float] = []
-        self.without: list[str] = []  # a line for each run that ended without a result
+        self.without: list[str] = []  # one line per run that ended without a result
 
     def attach(self) -> None:
-        """In place of the pages of job text; nothing where the terminal is somebody else's (another log handler).
-        With `--config retry=1` what failed earlier is forgotten, so that it is tried again."""
+        """Install the filter on Snakemake's terminal handler; do nothing if another log handler is in use.
+
+        With `--config retry=1`, earlier failures are forgotten first so that those runs are tried again.
+        """
         if self.quiet and self.known.config.get("retry", 0):
             no_result.forget_failures(Path(self.known.raw))
         for handler in logging.getLogger("snakemake.logging").handlers if self.quiet else ():
@@ -65,8 +67,11 @@ class Console(logging.Filter):
                 handler.addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Called by Snakemake's threads, which an exception would end: where nobody reads any more (`| head`), nothing
-        is said."""
+        """Return whether Snakemake's own record is shown.
+
+        Snakemake calls this from its threads, which an exception would end; so a closed pipe (`| head`) only silences
+        it.
+        """
         try:
             return self._is_shown(record)
         except BrokenPipeError:
@@ -100,14 +105,18 @@ class Console(logging.Filter):
         name = job.wildcards.get("run_id") or job.wildcards.get("exhibit") or job.wildcards.get("paper")
         self.running[job.jobid] = name or job.rule_name, time.monotonic()
         if name is None and job.rule_name not in ("claims_table", "report_pages"):
-            return  # a target: nothing runs
+            return  # a target, which runs nothing
         seconds = self.known.seconds(name) if job.rule_name in RECORDS else None
         about = f", about {length(seconds)}" if seconds else ""
         words = f"{DERIVED.get(job.rule_name, job.rule_name.replace('_', ' '))} {name or ''}".rstrip()
         print(f"[{self.done + 1:>3}/{self.total}] {words}{about}{self._rest()}", file=sys.stderr, flush=True)
 
     def _rest(self) -> str:
-        """About how long the rest takes: runs as the last time, those never timed as those that have ended here."""
+        """Return the estimated remaining time in words, or "" if nothing is known.
+
+        Runs are expected to take as long as the last time; runs never timed take the mean of those that ended in this
+        call.
+        """
         unknown = sum(seconds is None for seconds in self.left.values())
         if unknown and not self.took:
             return ""
@@ -118,7 +127,7 @@ class Console(logging.Filter):
         return f"; {length(seconds)} left"
 
     def end(self, targets: Collection[str]) -> None:
-        """Where to look, the score, and what is not built; for single exhibits the files alone."""
+        """Print where to look, the score and what is not built; for single exhibits only their files."""
         if targets and set(targets) <= set(self.known.built):
             for exhibit in targets:
                 numbers = Path(self.known.derived, "exhibits", f"{exhibit}.csv")
@@ -143,7 +152,7 @@ class Console(logging.Filter):
         print("\n".join(lines))
 
     def failed(self, log: list[str]) -> None:
-        """What is kept, and how it goes on; of a check of an artifact nothing is."""
+        """Print what is kept and how to continue; print nothing for a check of an artifact, which keeps nothing."""
         if "artifact-verify" in self.known.words:
             return
         words = "Stopped; what was finished is kept, and the same command goes on from there. Everything:"
@@ -159,7 +168,7 @@ SERVERS = {RUNS: "workflows.run.fork_server", PICTURES: "workflows.derive.server
 
 
 def require_executor(plugin: str) -> None:
-    """End with one line where what runs are handed to is not here: each of them would fail by itself."""
+    """End with one line if this machine lacks the program that submits runs, since every run would fail by itself."""
     if plugin == "slurm" and shutil.which("sbatch") is None:
         fail(
             "runs are jobs of Slurm, and this machine has no sbatch: call it on a login node, or leave the profile out"
@@ -167,10 +176,11 @@ def require_executor(plugin: str) -> None:
 
 
 def start_servers(known: Configuration) -> None:
-    """The processes that runs and pictures are forked from: a third of a short run, and most of a picture, is imports.
+    """Start the processes that runs and pictures are forked from, because imports take a third of a short run and most
+    of a picture.
 
-    They end with this one; the folder of their sockets, which this process holds, does too. Runs that are jobs of a
-    cluster have none: a fork would belong to no job, nor perhaps to the node.
+    They end with this process, which also owns the folder of their sockets. Runs that are jobs of a cluster get no
+    server: a forked process would belong to no job, and might not even run on the job's node.
     """
     name_host(known)
     stack = ExitStack()
@@ -191,7 +201,7 @@ def start_servers(known: Configuration) -> None:
 
 
 def leave_servers(known: Configuration) -> None:
-    """In a job on a node: the servers that the environment names are of the machine that sent it."""
+    """Drop the servers from the environment of a job on a node: they belong to the machine that submitted the job."""
     name_host(known)
     for variable in SERVERS:
         os.environ.pop(variable, None)
@@ -199,6 +209,6 @@ def leave_servers(known: Configuration) -> None:
 
 
 def name_host(known: Configuration) -> None:
-    """For all records of this call, the name that the configuration gives; else the caller's."""
+    """Set the configured host name for all records of this call; without one, the caller's setting stays."""
     if known.host:
         os.environ[HOST] = known.host

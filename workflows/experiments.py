@@ -1,4 +1,4 @@
-"""The runs of a profile, resolved from experiments.yaml: programs, their command lines, and what they need."""
+"""The runs of a profile, resolved from experiments.yaml: programs, command lines and requirements."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Any
 from workflows import registry
 from workflows.refusals import checked, fail
 
-FORKED = ("memory", 1, "cpu", None)  # mode, ranks, device and environment of what the fork server runs
+FORKED = ("memory", 1, "cpu", None)  # mode, ranks, device and environment of the runs that the fork server runs
 _MEASURED = ("sequence", "batch", "steps", "ranks", "mode", "device", "matmul", "evaluate_every", "time_limit_s")
 
 
 def twin_point(context: int, sequences: int, k: int, ranks: int, where: str) -> str:
-    """TOKENSxBATCH of a rank for a context of the original and the sequences of a whole step."""
+    """Return TOKENSxBATCH of one rank for a context of the original and the number of sequences in a whole step.
+
+    Ends with one line if k does not divide the context, or the ranks do not divide the sequences.
+    """
     if context % k or sequences % ranks:
         fail(f"{where}: a context of {context} with {sequences} sequences has no twin at k = {k} on {ranks} ranks")
     return f"{context // k}x{sequences // ranks}"
 
 
 class Experiments:
-    """The runs of one profile. A resolved run is {module, words, systems, models, exhibits, alone, environments}:
-    the program, its command line, what can change its record, who draws it, and whether nothing may run beside it.
-    Models that are None are all."""
+    """The runs of one profile. A resolved run has at least the keys {module, words, systems, models, exhibits, alone,
+    environments}: the program, its command line, what can change its record, the exhibits drawn from it, and whether it
+    must run exclusively. Models of None mean all models."""
 
     def __init__(self, path: str, profile: str, drive: str | None = None) -> None:
-        """``drive``: the folder that benchmarks of a drive take in place of the one in the file."""
+        """Read the file at `path`. `drive` is the folder that benchmarks of a drive use in place of the one in the
+        file."""
         self.path, self.profile, self.drive = path, profile, drive
         try:
             document = registry.read(Path(path))
@@ -37,7 +41,7 @@ class Experiments:
 
     @cached_property
     def runs(self) -> dict[str, dict[str, Any]]:
-        """Run id -> resolved run; the probed machine is one of every exhibit's."""
+        """Return run id -> resolved run; the probe of the machine belongs to every exhibit."""
         mine = self.document["profiles"][self.profile]
         found = {"testbed-local": resolved("probe", "", None, alone=False)}
         found |= self._training(mine["training"])
@@ -47,7 +51,7 @@ class Experiments:
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
             more = {"time_limit_s": bench["time_limit_s"], "allowed_s": bench["time_limit_s"]}
             more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)
-            more |= {"models": None} if bench["part"] == "pool" else {}  # it may take any
+            more |= {"models": None} if bench["part"] == "pool" else {}  # it may use any model
             found[bench["run_id"]] = resolved("bench", words, bench["exhibits"], **more)
         for run in mine.get("validation", []):
             limit = run["time_limit_s"]
@@ -56,14 +60,14 @@ class Experiments:
         return found | {run["run_id"]: self._turns(run) for run in mine.get("times", [])}
 
     def named(self, section: str, name: str) -> dict[str, Any]:
-        """The entry of that name; otherwise one line with the known ones."""
+        """Return the entry of that name; otherwise end with one line that lists the known ones."""
         known = self.document[section]
         if name not in known:
             fail(f"{self.path}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(known)}")
         return known[name]
 
     def _training(self, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Groups are cross products; those that share a run share its record."""
+        """Expand the groups, which are cross products; groups that ask for the same run share its record."""
         runs: dict[str, dict[str, Any]] = {}
         for group in groups:
             group = {**self.document["defaults"], **group}
@@ -103,7 +107,7 @@ class Experiments:
         more = {"systems": [named["system"]], "models": [model], "environments": [named.get("environment")]}
         more |= {"gib": gib(model, k), "needs_gib": gib(model, k) * group["ranks"]}
         more |= {"allowed_s": group["time_limit_s"], "gpus": gpus_of(group["device"], group["ranks"])}
-        # As workflows.run.children starts it.
+        # The condition under which workflows.run.children forks the run.
         more["forked"] = (group["mode"], group["ranks"], group["device"], *more["environments"]) == FORKED
         return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
 
@@ -127,7 +131,7 @@ class Experiments:
             line += " --accumulate " + " ".join(map(str, run["accumulate"])) if "accumulate" in run else ""
         more |= {"needs_gib": gib(run["model"], run["k"]) * len(arms), "allowed_s": run["time_limit_s"]}
         more["gpus"] = gpus_of(run.get("device", "cpu"), run.get("ranks", 1))
-        alone = run["rounds"] > 1 or "paths" in run  # one round is for bytes, but of paths it is their seconds
+        alone = run["rounds"] > 1 or "paths" in run  # one round measures bytes, but of paths seconds
         return resolved(module, line, run["exhibits"], alone=alone, environments=environments, **more)
 
 
@@ -142,6 +146,6 @@ def gpus_of(device: str, ranks: int) -> int:
 
 
 def gib(model: str, k: int) -> float:
-    """About what a run of a twin takes: 20 bytes per parameter (host and device role), and the interpreter."""
+    """Estimate the GiB of a run of a twin: 20 bytes per parameter (host and device role), plus the interpreter."""
     size = re.search(r"(\d+(?:\.\d+)?)b", model)
     return 1.5 + (20e9 * float(size[1]) / k**2 / 2**30 if size else 0.0)

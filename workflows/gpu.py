@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from workflows.configuration import Configuration
 
 PROFILE, EXPERIMENTS = "gpu", Path("workflows/config/experiments.yaml")
-LARGEST_K = 64  # of the schema
+LARGEST_K = 64  # maximum in experiments.schema.json
 GPU_TESTS = ("-m", "gpu", "tests")
-# Tests of the engine and its copies, on the device made for tests; those left out count the CPU's own products.
+# Tests of the engine and its copies, on the device made for tests; excluded are those that count the CPU's own
+# products.
 REHEARSED_TESTS = (
     "-p",
     "tests.late_device.plugin",
@@ -98,7 +99,7 @@ def stages_of(args: argparse.Namespace) -> list[Stage]:
 
 
 def folders(out: Path) -> dict[str, str]:
-    """Where the runs of this machine lie, apart from those without a GPU."""
+    """Return the result folders of this machine, which are separate from those of runs without a GPU."""
     figures = Path("figures", out.name)
     return {
         "raw_dir": f"{out}/raw",
@@ -109,7 +110,7 @@ def folders(out: Path) -> dict[str, str]:
 
 
 def refuse_out(out: Path) -> None:
-    """ValueError for a folder whose last part cannot name one in figures/ of its own."""
+    """Raise ValueError for a folder whose last part cannot name a separate folder in figures/."""
     from workflows.configuration import FILES, NOT_HOSTS
 
     taken = NOT_HOSTS - {PROFILE, f"{PROFILE}-rehearsal"}
@@ -121,7 +122,7 @@ def refuse_out(out: Path) -> None:
 
 
 def refuse_environment() -> None:
-    """ValueError for variables that a run would trip over after the minutes of the stages before it."""
+    """Raise ValueError for variables that would make a run fail after the minutes of the stages before it."""
     from workflows.configuration import HOST
 
     if (name := os.environ.get("MEMASCEND_HOST")) is not None and not re.fullmatch(HOST, name):
@@ -133,7 +134,7 @@ def refuse_environment() -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, str]:
-    """What the harness is configured with, over workflows/config/config.yaml."""
+    """Return the settings of the harness that override workflows/config/config.yaml."""
     small = {"experiments": str(args.out / "experiments.yaml")} if args.rehearse else {}
     return {"profile": PROFILE, **folders(args.out), **small}
 
@@ -144,8 +145,11 @@ def snakemake_words(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def rehearsal(document: dict[str, Any]) -> dict[str, Any]:
-    """The experiments with a profile `gpu` of the same runs on the CPU, as small as possible: the largest k that
-    leaves a head two elements wide, two points or steps, tensors and files of a few megabytes."""
+    """Return the experiments with a profile `gpu` of the same runs on the CPU, as small as possible.
+
+    The twins have the largest k that leaves a head two elements wide; runs have two points or steps, and tensors and
+    files of a few megabytes.
+    """
     profile = document["profiles"][PROFILE]
     groups = [_small(group) for group in profile["training"]]
     benches = [bench | {"options": _small_options(bench["options"])} for bench in profile["bench"]]
@@ -189,7 +193,7 @@ def _small_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def look(rehearse: bool) -> int:
-    """Print what torch sees; 1 if that is no GPU."""
+    """Print what torch sees; return 1 if it sees no GPU."""
     import torch
 
     if rehearse:
@@ -210,7 +214,7 @@ def look(rehearse: bool) -> int:
 
 
 def why_not(cuda: str | None) -> str:
-    """The reason, and the fix, where torch built with this CUDA (or without) sees no GPU."""
+    """Return the reason and the fix if torch, built for this CUDA version (None: CPU only), sees no GPU."""
     try:
         require_device("cuda")
     except ValueError:
@@ -221,7 +225,7 @@ def why_not(cuda: str | None) -> str:
 
 
 def load_ops() -> int:
-    """DeepSpeed's ops, as the first run will want them: compiled now where they are not."""
+    """Load DeepSpeed's ops as the first run will need them, compiling those that are not built yet."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -241,8 +245,10 @@ def configured(with_settings: dict[str, str]) -> Configuration:
 
 
 def exhibits_of(names: Sequence[str]) -> list[str]:
-    """The exhibits that are named, by id or as all of a paper's that have runs here. ValueError for a name that is
-    none, or of what has no run in this profile: before the minutes after which Snakemake would refuse it."""
+    """Return the named exhibits; the name of a paper stands for all its exhibits that have runs in this profile.
+
+    Raises ValueError for an unknown name or one without runs in this profile, minutes before Snakemake would refuse it.
+    """
     if not names:
         return []
     known = configured({"profile": PROFILE})
@@ -265,7 +271,7 @@ def exhibits_of(names: Sequence[str]) -> list[str]:
 
 
 def count(args: argparse.Namespace) -> int:
-    """Print how the runs ended; 1 if one has no record, or none has a result."""
+    """Print how the runs ended; return 1 if one has no record, or none has a result."""
     known = configured(settings(args))
     wanted = [
         name
@@ -287,14 +293,14 @@ def count(args: argparse.Namespace) -> int:
 
 
 def commit() -> str:
-    """Of the checkout; with changed files also a digest of the changes, since stages of it are other stages."""
+    """Return the commit of the checkout, with a digest of uncommitted changes, because they make stages out of date."""
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     changes = subprocess.run(["git", "-C", str(ROOT), "diff", "HEAD"], capture_output=True, check=False).stdout
     return head.stdout.strip() + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
 
 
 def report(args: argparse.Namespace, outcomes: list[stages.Outcome]) -> str:
-    """Where to look."""
+    """Return the lines that say where to look."""
     figures = Path(folders(args.out)["figures_dir"], "index.html")
     lines = [f"Stages: {args.out / stages.TABLE}; records: {args.out / 'raw'}"]
     if figures.exists():
@@ -306,7 +312,7 @@ def report(args: argparse.Namespace, outcomes: list[stages.Outcome]) -> str:
 
 
 def cores(text: str) -> str:
-    """Of --cores, as Snakemake takes them."""
+    """Parse --cores as Snakemake does: a positive number or "all"."""
     if text == "all" or (text.isdecimal() and int(text) > 0):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is neither a number of cores above 0 nor 'all'")

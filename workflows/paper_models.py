@@ -1,10 +1,10 @@
-"""What a paper's rows are computed with: its models and constants, steps simulated on testbeds, plans.
+"""Inputs of a paper's rows: its models and constants, steps simulated on testbeds, and plans.
 
-A paper's folder says in models.yaml what its models are (keys of a Hugging Face config.json, where no configuration is
-committed) and in calibrations.yaml which constants it takes, each with its reason, its reach and what it was solved
-from, and which exhibits they, and the planner's, are `behind`; the reason of one that the paper leaves out begins with
-"assumed". Those that bear the name of a field of `memascend.planner.machine.Calibrations` are what simulations run
-with.
+A paper's folder defines its models in models.yaml (keys of a Hugging Face config.json, where no configuration is
+committed) and its constants in calibrations.yaml. Each constant has a reason, a reach and the numbers it was solved
+from; `behind` lists the exhibits that use these constants and the planner's. If the paper does not state a constant,
+its reason begins with "assumed". Constants named after a field of `memascend.planner.machine.Calibrations` are passed
+to the simulations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ONE_STEP = "memascend.simulator: one step"
 
 @dataclasses.dataclass(frozen=True)
 class Paper:
-    """What one paper's rows are made with; `testbed`: theirs, where they name no other."""
+    """Models, constants and defaults that one paper's rows are computed with; `testbed` is used where a row names no
+    other."""
 
     name: str
     testbed: str = ""
@@ -43,7 +44,8 @@ class Paper:
         return self.constants[constant].value
 
     def costs(self, **changes: Any) -> Calibrations:
-        """The constants that are fields of `Calibrations`; none of another paper's."""
+        """Return the paper's constants that are fields of `Calibrations`, with `changes` applied; other papers' are not
+        used."""
         fields = {field.name for field in dataclasses.fields(Calibrations)}
         mine = {name: each.value for name, each in self.constants.items() if name in fields}
         return Calibrations(**({"host_seconds_per_parameter": 0.0} | mine | changes))
@@ -54,23 +56,23 @@ class Paper:
     def step(
         self, system: str, arm: str | None, model: str, machine: MachineSpec, costs: Calibrations, **work: Any
     ) -> StepTime:
-        """A step of an arm, simulated. `work`: fields of `Workload`."""
+        """Simulate one step of an arm. `work` sets fields of `Workload`."""
         mine = Workload(**({"spec": self.spec(model), "system": system, "arm": arm, "dtype": "bf16"} | work))
         return step_time(papers(mine), machine, calibrations=costs)
 
     def shown(self, exhibit: str, metric: str, value: float | str, unit: str, source: str, **cells: Any) -> Row:
-        """A row of the modelled lane."""
+        """Return a row of the modelled lane."""
         return row(exhibit, metric, value, unit, "modelled", source, **{"testbed": self.testbed} | cells)
 
     def bars(
         self, exhibit: str, found: dict[tuple[str, str], list[float]], source: str = ONE_STEP, **cells: Any
     ) -> Iterator[Row]:
-        """What `spans` found, as a timeline's rows."""
+        """Yield the result of `spans` as the rows of a timeline."""
         for (line, name), (begin, end) in found.items():
             yield self.shown(exhibit, name, end - begin, "s", source, series=line, x=("begin (s)", begin), **cells)
 
     def assumptions(self) -> Iterator[Row]:
-        """A row for each constant in each exhibit that it is behind: captions list them."""
+        """Yield one row per constant and exhibit that uses it, for the captions to list."""
         for group in registry.read(registry.file_of(self.name, "calibrations.yaml"))["behind"]:
             for exhibit in group["exhibits"]:
                 for name in group.get("constants", []):
@@ -86,7 +88,7 @@ def assumption(exhibit: str, testbed: str, each: Calibration) -> Row:
 
 @cache
 def constants(paper: str) -> dict[str, Calibration]:
-    """calibrations.yaml of a paper's folder, by name; empty where there is none."""
+    """Return the constants in calibrations.yaml of a paper's folder by name; empty if the paper has no such file."""
     said = registry.read(registry.file_of(paper, "calibrations.yaml")) or {}
     made = {}
     for name, each in said.items():
@@ -111,7 +113,10 @@ def machine(testbed: str) -> MachineSpec:
 def spans(
     events: Iterable[Event], named: Callable[[Event], tuple[str, str] | None]
 ) -> dict[tuple[str, str], list[float]]:
-    """First begin and last end of the events with one name, as `named` gives it: (line, bar), or None for none."""
+    """Return the first begin and last end in seconds of the events that share a name.
+
+    `named` returns (line, bar) for an event, or None to skip it.
+    """
     found: dict[tuple[str, str], list[float]] = {}
     for event in events:
         name = named(event)
@@ -122,6 +127,6 @@ def spans(
 
 
 def block_of(event: Event) -> int | None:
-    """The block that an event is of, from 1."""
+    """Return the number of the transformer block that an event belongs to, counted from 1, or None."""
     number = event.name.partition("block ")[2].partition(".")[0]
     return int(number) + 1 if number else None

@@ -14,7 +14,7 @@ from memascend.baselines.protocol import load_system
 from memascend.planner.footprint import OWNER_METRICS, PINNED_OVERHEAD
 from workflows import tidy
 
-# Owners whose buffers are components of Fig. 8; what others hold is shown as other host buffers.
+# Owners whose buffers are components of Fig. 8; buffers of other owners are shown as other host buffers.
 FIG08_OWNERS = ("parameter_pool", "gradient_flat_buffer", "optimizer_buffers", "swap_out_buffer", "overflow_check")
 COMPONENTS = {owner: OWNER_METRICS[owner] for owner in FIG08_OWNERS}
 FIG08_METRICS = (*dict.fromkeys(COMPONENTS.values()), PINNED_OVERHEAD, "other host buffers")
@@ -25,7 +25,8 @@ RUN_COLUMNS = [
     *("loss_checksum", "last_loss", "master_weights_sha256", "seconds_per_step", "shims"),
 ]
 
-# (system, arm) -> series, where a figure's name for an arm is not the arm's label: of DeepSpeed the version that ran.
+# (system, arm) -> series, where the figures' name for an arm differs from its label. DeepSpeed is named with the
+# version that ran.
 SERIES = {
     ("zero_infinity", "aminmax"): "ZeRO-Infinity (aminmax)",
     ("zero_infinity", "today"): "ZeRO-Infinity (DeepSpeed {deepspeed})",
@@ -34,7 +35,7 @@ SERIES = {
 
 
 def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
-    """The name of a record's arm in tables and figures. TableError for a system or an arm that is not there."""
+    """Return the name of a record's arm in tables and figures; raise TableError if the system or arm does not exist."""
     system, arm = record["system"], record["arm"]
     try:
         label = load_system(system, arm).arms[arm].label
@@ -45,8 +46,11 @@ def series_of_arm(record: Mapping[str, Any], path: Path) -> str:
 
 
 def measured_on(record: Mapping[str, Any]) -> str:
-    """Host and twin, with device and matmul where they are not the usual, the kind of its paths, and the cell of a
-    time twin: what keeps two runs from being joined."""
+    """Return the name of the place of a run, so that only comparable runs are joined.
+
+    It has the host and twin, the device and matmul where they are not the defaults, whether the paths are simplex or
+    duplex, and the cell of a time twin.
+    """
     device, matmul, ranks = record.get("device", "cpu"), record.get("matmul", "native"), record.get("ranks", 1)
     words = [record["model"], *([device] if device != "cpu" else []), *([matmul] if matmul != "native" else [])]
     if "duplex" in record:
@@ -59,12 +63,12 @@ def measured_on(record: Mapping[str, Any]) -> str:
 
 
 def predicted_steps(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the simulator predicted of the steps of a record of `memascend bench engine`, in its rows."""
-    return record["predicted"] if "predicted" in record else record["foretold"]  # as older records call it
+    """Return the simulator's predictions for the steps in a record of `memascend bench engine`."""
+    return record["predicted"] if "predicted" in record else record["foretold"]  # name in older records
 
 
 class Run:
-    """A training record, with the names that tables use (those of `workflows.cases.Planned`)."""
+    """A training record with the attribute names that tables use (those of `workflows.cases.Planned`)."""
 
     lane = "measured"
 
@@ -75,14 +79,14 @@ class Run:
         self.model = tidy.DISPLAY.get(record["model"], record["model"])
         self.k, self.dtype = record["twin"]["k"], record["dtype"]
         device = record.get("device", "cpu")
-        # Where an average over twins stands: the host, with the device where it is no CPU.
+        # The label under which averages over twins are grouped: the host, and the device unless it is the CPU.
         self.place = f"{record['host']['name']}{'' if device == 'cpu' else f'/{device}'}/twins"
         self.is_sweep = bool(record.get("points_requested") or record.get("stacks"))
         self.is_curve = bool(record.get("evaluate_every"))
 
     @property
     def peak_bytes(self) -> int:
-        """Host peak, net of the run's baseline."""
+        """Host peak in bytes, net of the run's baseline."""
         return self.memory("host_peak_net_bytes")
 
     @property
@@ -90,11 +94,11 @@ class Run:
         return self.memory("overflow_spike_bytes")
 
     def memory(self, field: str) -> int:
-        """Bytes of a field of the memory section."""
+        """Return the bytes in a field of the memory section."""
         return self.record["memory"][field]
 
     def components(self) -> dict[str, int]:
-        """Bytes at the ledger's peak by component of Fig. 8; an allocator's surplus is one of them."""
+        """Return bytes at the ledger's peak by component of Fig. 8; one component is the allocator's surplus."""
         out = dict.fromkeys(FIG08_METRICS, 0)
         for entry in self.record["ledger"]:
             if entry["role"] == "host" and entry.get("at_peak", False):
@@ -103,13 +107,13 @@ class Run:
         return out
 
     def owned(self, owner: str) -> int:
-        """Bytes requested by the owner's host buffers that live at the peak."""
+        """Return the bytes requested by the owner's host buffers that are live at the peak."""
         at_peak = (e for e in self.record["ledger"] if e["role"] == "host" and e.get("at_peak", False))
         return sum(e["requested_bytes"] for e in at_peak if e["owner"] == owner)
 
 
 def load(paths: list[Path]) -> list[dict[str, Any]]:
-    """Records that fit the schema, each with its file's path under ``_path``."""
+    """Read records and check them against the schema; each has its file's path under ``_path``."""
     records = []
     for path in paths:
         try:
@@ -122,7 +126,10 @@ def load(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def apart(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records, where a host's name stands for one machine. TableError where two have it: tables would join them."""
+    """Return the records unchanged if every host name stands for one machine.
+
+    Raises TableError if two machines share a name, since tables would join their records.
+    """
     machines: dict[str, tuple[str, Path]] = {}
     for record in records:
         host, path = record["host"], record["_path"]
@@ -137,7 +144,10 @@ def apart(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | None, float]:
-    """When a check that allocates nothing ran: it opens the last step's optimizer phase."""
+    """Return the begin and end in seconds of an overflow check that allocates nothing.
+
+    Such a check opens the optimizer phase of the last step; the begin is None if the trace has no optimizer phase.
+    """
     phases = [p for p in trace["phase"] if p.endswith("-optimizer")]
     if not phases:
         return None, 0.0
@@ -146,7 +156,7 @@ def without_temporaries(trace: pd.DataFrame, seconds: float) -> tuple[float | No
 
 
 def read_trace(run: Run) -> pd.DataFrame:
-    """The run's memory samples; an empty table where the run kept none."""
+    """Return the run's memory samples; an empty table if the run kept none."""
     path = run.path.with_suffix(".trace.csv")
     columns = list(tidy.validator("trace.schema.json").schema["properties"])
     if not path.exists():
@@ -161,7 +171,7 @@ def read_trace(run: Run) -> pd.DataFrame:
 
 
 def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
-    """(second, change in bytes) of the temporaries of the last overflow check, in order."""
+    """Return (second, change in bytes) of the temporaries of the last overflow check, in order of time."""
     entries = [e for e in record["ledger"] if e["owner"] == "overflow_check" and e["died_s"] is not None]
     if not entries:
         return []
@@ -173,7 +183,7 @@ def last_check(record: dict[str, Any]) -> list[tuple[float, int]]:
 
 
 def run_summary(record: dict[str, Any]) -> dict[str, Any]:
-    """What a figure's footer and the report say of a run."""
+    """Return the columns on a run that figure footers and the report show."""
     host = record["host"]
     out = {
         **{name: record.get(name, "") for name in RUN_COLUMNS},

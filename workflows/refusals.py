@@ -1,4 +1,4 @@
-"""What is wrong with the configuration, or with a folder that a program is to write to, ends with one clear line."""
+"""End a program with one clear line when the configuration, or a folder that it is to write to, is wrong."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from memascend.suggestions import did_you_mean
 
 
 def fail(message: str) -> NoReturn:
-    """End with one clear line and no stack trace."""
+    """End the program with one clear line and no stack trace."""
     sys.exit(message)
 
 
 def ready(folder: Path, option: str) -> None:
-    """Make the folder that `option` names, before the minutes after which something is written there. ValueError, in
-    one line, where that cannot be done."""
+    """Create the folder that the option `option` names, before the minutes of work whose results go into it.
+
+    Raises ValueError with a one-line message if the folder cannot be created or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+    except (OSError, ValueError) as error:  # ValueError: the name contains a null byte
         reason = "is not a folder" if isinstance(error, FileExistsError) else f"cannot be written: {_reason(error)}"
         raise ValueError(f"{option} {str(folder)!r} {reason}; name a folder that this user can write to") from None
 
@@ -35,7 +37,7 @@ def _reason(error: Exception) -> str:
 
 
 def checked(document: Any, schema_name: str, where: str) -> Any:
-    """The document, after it passed the JSON schema; otherwise one line that names the place and the fix."""
+    """Return the document if it fits the JSON schema; otherwise end with one line that names the place and the fix."""
     schema = json.loads(Path("workflows/schemas", schema_name).read_text())
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(document))
     if error is None:

@@ -1,6 +1,7 @@
-"""What the papers' folders say: exhibits with their status, figure specifications, captions, claims.
+"""Read the papers' folders: exhibits with their status, figure specifications, captions and claims.
 
-An exhibit is built when `figures.yaml` of its paper specifies its picture. Standard library and yaml alone.
+An exhibit is built if `figures.yaml` of its paper specifies its picture. This module needs only the standard library
+and yaml.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ PAPERS = {  # folder -> name
 
 @cache
 def read(path: Path) -> Any:
-    """A YAML file, read once; None where there is none. ValueError names what cannot be read."""
+    """Return the parsed YAML file, which is read once, or None if the file does not exist.
+
+    Raises ValueError that names the file if it cannot be read.
+    """
     if not path.exists():
         return None
     try:
@@ -41,14 +45,14 @@ def file_of(paper: str, name: str, root: Path = ROOT) -> Path:
 
 
 def figures(paper: str, root: Path = ROOT) -> dict[str, Any]:
-    """Exhibit -> its specification, with the paper's defaults in it."""
+    """Return the specification of every exhibit of a paper, merged with the paper's defaults."""
     found = dict(read(file_of(paper, "figures.yaml", root)) or {})
     defaults = found.pop("defaults", {})
     return {exhibit: {**defaults, **spec} for exhibit, spec in found.items() if not exhibit.startswith("_")}
 
 
 def exhibits(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Every exhibit of the five papers, with `paper`, `status` and `waits_for`."""
+    """Return every exhibit of the five papers, with `paper`, `status` and `waits_for`."""
     out = []
     for paper in PAPERS:
         drawn = figures(paper, root)
@@ -59,17 +63,20 @@ def exhibits(root: Path = ROOT) -> list[dict[str, Any]]:
 
 
 def claims(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Every claim, built or not: claims are committed before the first run."""
+    """Return every claim, whether its exhibit is built or not: claims are committed before the first run."""
     return [claim for paper in PAPERS for claim in (read(file_of(paper, "claims.yaml", root)) or {}).get("claims", [])]
 
 
 def tolerances(root: Path = ROOT) -> dict[str, dict[str, Any]]:
-    """Kind of quantity -> what it is, its amounts by lane and their reason (docs/tolerances.md)."""
+    """Return for each kind of quantity its description, its tolerances by lane and their reason.
+
+    See docs/tolerances.md.
+    """
     return (read(root / "workflows/papers/tolerances.yaml") or {"kinds": {}})["kinds"]
 
 
 def caption(exhibit: str, root: Path = ROOT) -> str:
-    """Prose under an exhibit. ValueError where there is none."""
+    """Return the prose under an exhibit; raise ValueError if it has no caption."""
     paper = exhibit.rpartition("-")[0]
     found = (read(file_of(paper, "captions.yaml", root)) or {}).get(exhibit)
     if not found:
@@ -78,7 +85,7 @@ def caption(exhibit: str, root: Path = ROOT) -> str:
 
 
 def validations(root: Path = ROOT) -> list[str]:
-    """How far the simulator's phases were from measured ones, for each committed record of a machine."""
+    """Return one line per committed validation record: how far the simulator's phases were from measured ones."""
     lines = []
     for path in sorted((root / "results/reference").glob("*/validation.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -93,12 +100,12 @@ def validations(root: Path = ROOT) -> list[str]:
 
 
 def has_table(entry: dict[str, Any]) -> bool:
-    """Whether an exhibit holds numbers; a drawing of structure has no table."""
+    """Return whether an exhibit contains numbers; a drawing of structure has no table."""
     return bool(entry["lanes"])
 
 
 def picture_digest(entry: dict[str, Any], root: Path = ROOT) -> str:
-    """Of all that the folder says of one picture."""
+    """Return a digest of everything outside the code that determines one picture."""
     said = [entry, figures(entry["paper"], root)[entry["id"]], caption(entry["id"], root), validations(root)]
     said.append(tolerances(root))
     said.append((root / "workflows/panels/look.mplstyle").read_text(encoding="utf-8"))
@@ -109,7 +116,7 @@ DECIDED = ("reproduced", "deviates", "no result")
 
 
 def scored(verdicts: Iterable[str]) -> str:
-    """Held-out verdicts in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
+    """Return held-out verdicts in words: "70 of 80 held-out claims reproduced, 10 deviate"."""
     count = Counter(verdicts)
     decided = sum(count[each] for each in DECIDED)
     text = f"{count['reproduced']} of {decided} held-out {'claim' if decided == 1 else 'claims'} reproduced, "

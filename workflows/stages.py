@@ -1,9 +1,8 @@
 """A long procedure in stages: each has a log and a line that says what it found, and a later call continues.
 
 A failed stage does not end the procedure: stages that need it are skipped, with the reason, and the others still run.
-After each, `stages.json` in the output folder holds the outcomes so far, so that a call after an interruption
-continues with the first stage that is missing. A stage that was ok is repeated only if its command or the commit has
-changed.
+After each stage, `stages.json` in the output folder has the outcomes so far, so that a call after an interruption
+continues with the first missing stage. A stage that was ok is repeated only if its command or the commit has changed.
 """
 
 from __future__ import annotations
@@ -26,15 +25,17 @@ from workflows.run.provenance import atomically, digest_of
 OK, FAILED, SKIPPED, STOPPED = "ok", "failed", "skipped", "stopped"
 STATE, TABLE = "stages.json", "stages.md"
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
-KILLED_AT = 3  # Ctrl-C in one stage: who types it once more after two have not ended the stage wants it gone
+KILLED_AT = 3  # third Ctrl-C in one stage: the first two did not end it, so it is killed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """`command` runs in the current folder, with `environment` over the process's own. `needs` names earlier stages
-    that must be ok. With a `skip`, nothing runs: it is the reason. `finding` is a regular expression: the last line of
-    the log that it matches says what the stage found; without a match, the last line does. `optional`: that it failed
-    is reported, and is no failure of the run."""
+    """One command of the procedure, run in the current folder with `environment` added to the process's own.
+
+    `needs` names earlier stages that must be ok. If `skip` is set, nothing runs, and `skip` is the reason. `finding` is
+    a regular expression: the last line of the log that matches says what the stage found; without a match, the last
+    line does. If an `optional` stage fails, this is reported but does not count as a failure of the procedure.
+    """
 
     name: str
     command: Sequence[str]
@@ -50,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a stage. `found` is a line of its log, or the reason why it was skipped."""
+    """Result of a stage. `found` is a line of its log, or the reason why it was skipped."""
 
     name: str
     status: str
@@ -60,16 +61,17 @@ class Outcome:
     exit_status: int | None = None
     key: str = ""
     optional: bool = False
-    blocked: bool = False  # skipped, since a stage that it needs was not ok
+    blocked: bool = False  # skipped because a stage that it needs was not ok
 
 
 def run_stages(
     stages: Sequence[Stage], folder: Path, commit: str, *, again: bool = False, say: Callable[[str], None] = print
 ) -> list[Outcome]:
-    """Run them in turn, saying after each what it found. `again`: also those that an earlier call has done.
+    """Run the stages in order, reporting after each what it found. `again` also repeats those that an earlier call
+    completed.
 
-    Raises ValueError for names that occur twice or stages that need one that does not come before them; and, after
-    Ctrl-C, KeyboardInterrupt once the outcome of the stage that was running is written down, wherever it came.
+    Raises ValueError if a name occurs twice or a stage needs one that does not come before it. After Ctrl-C, raises
+    KeyboardInterrupt once the outcome of the running stage is saved, whenever the signal arrived.
     """
     check(stages)
     with _CtrlC() as interrupt:
@@ -105,12 +107,12 @@ def _run_stages(
 
 
 class _CtrlC:
-    """While stages run, SIGINT is counted and passed on to the stage, and raises nothing here.
+    """Count SIGINT while stages run and pass it on to the stage, without raising anything in this process.
 
-    KeyboardInterrupt could otherwise come between the start of a program and the wait for it, or while its outcome is
-    written, and the stage would be missing from the state. Programs that are started still end by SIGINT, since what
-    has a handler here is the default in them. What ignores SIGINT (a job of nohup) goes on ignoring it. Outside the
-    main thread, where Python delivers no signal, nothing is changed.
+    KeyboardInterrupt could otherwise arrive between the start of a program and the wait for it, or while its outcome is
+    written, and the stage would be missing from the state. Programs that are started still end on SIGINT, since a
+    signal with a handler in this process has the default action in them. A process that ignores SIGINT (a job of nohup)
+    goes on ignoring it. Outside the main thread, where Python delivers no signals, nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -122,7 +124,7 @@ class _CtrlC:
         self.ours = (
             threading.current_thread() is threading.main_thread()
             and self.before is not signal.SIG_IGN
-            and self.before is not None  # of a program that embeds Python
+            and self.before is not None  # None: a program that embeds Python installed the handler
         )
         if self.ours:
             signal.signal(signal.SIGINT, self._came)
@@ -131,7 +133,7 @@ class _CtrlC:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.ours:
             signal.signal(signal.SIGINT, self.before)
-        if self.times and error is None:  # after the last outcome was written
+        if self.times and error is None:  # the last outcome has been written
             raise KeyboardInterrupt
 
     def _came(self, number: int, frame: FrameType | None) -> None:
@@ -140,13 +142,13 @@ class _CtrlC:
             self._tell(self.process)
 
     def _tell(self, process: subprocess.Popen[bytes]) -> None:
-        """The terminal tells the stage too; this is for a signal that came to this process alone."""
+        """Signal the stage. The terminal does so too; this covers a signal that was sent to this process alone."""
         process.send_signal(signal.SIGKILL if self.times >= KILLED_AT else signal.SIGINT)
 
     def wait(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-        """(exit status, whether Ctrl-C came while it ran). It ends as it does by itself when it is told."""
+        """Wait for the process to end by itself; return (exit status, whether Ctrl-C arrived while it ran)."""
         self.process = process
-        if self.times:  # it came while the process was being started
+        if self.times:  # the signal arrived while the process was being started
             self._tell(process)
         status = process.wait()
         self.process = None
@@ -195,7 +197,7 @@ def _run(stage: Stage, log: Path, key: str, interrupt: _CtrlC) -> Outcome:
 
 
 def finding(log: Path, pattern: str) -> str:
-    """The last line of a log that matches, else its last line; without colours."""
+    """Return the last line of a log that matches, otherwise its last line, without colour codes."""
     lines = [TERMINAL.sub("", text).strip() for text in log.read_text(errors="replace").splitlines()[1:]]
     lines = [text for text in lines if text]
     matching = [text for text in lines if re.search(pattern, text)]
@@ -209,7 +211,7 @@ def line(outcome: Outcome) -> str:
 
 
 def failed(outcomes: Sequence[Outcome]) -> list[str]:
-    """Names of stages that failed, were stopped, or were skipped since one that they need was not ok."""
+    """Return the names of stages that failed, were stopped, or were skipped because one that they need was not ok."""
     return [
         outcome.name
         for outcome in outcomes
@@ -218,7 +220,7 @@ def failed(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def read(folder: Path) -> list[Outcome]:
-    """Of an earlier call; nothing where there was none, or where its file is not of this kind."""
+    """Return the outcomes of an earlier call; empty if there was none or its file is not readable as such."""
     try:
         return [Outcome(**each) for each in json.loads((folder / STATE).read_text())["stages"]]
     except (OSError, ValueError, TypeError, KeyError):
@@ -241,7 +243,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def exit_status(outcomes: Sequence[Outcome]) -> int:
-    """0 if every stage is ok or was rightly skipped, 1 otherwise; says which to standard error."""
+    """Return 0 if no stage failed (see `failed`), 1 otherwise; failures are named on standard error."""
     bad = failed(outcomes)
     if bad:
         print(f"not ok: {', '.join(bad)}; the same command tries them again", file=sys.stderr)

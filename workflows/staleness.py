@@ -1,9 +1,10 @@
-"""What makes a record stale: the code that measured it, followed by its imports, and the folders of its systems.
+"""Digests that decide whether a record is stale: of the code that measured it, and of its systems' folders.
 
-A module counts with all that it imports, in functions too (not for types alone), and with every module of ours that a
-string in it names whole, such as "memascend.cli" behind `-m`. A package that is only passed through counts with what it
-imports when it is imported. C++ counts where its extension is imported. What no text names is listed in DYNAMIC.
-No torch here and nothing of ours: the rules import it.
+A module counts with everything that it imports, inside functions too (but not for types alone), and with every module
+of ours whose whole name is a string in it, such as "memascend.cli" after `-m`. A package that is only a parent of an
+imported module counts with what it imports at import time. C++ sources count where the extension is imported. Imports
+under names that no string holds are listed in DYNAMIC. This module imports neither torch nor modules of ours, since the
+rules import it.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("hardware", "memascend", "workflows")
-BASELINES = "memascend.baselines"  # lies in baselines/, and in the folders that MEMASCEND_SYSTEMS names
+BASELINES = "memascend.baselines"  # found in baselines/ and in the folders that MEMASCEND_SYSTEMS names
 EXTENSION = "memascend._C"
 EXTENSION_SOURCES = ("memascend/csrc/**/*", "setup.py")
 MODELS = "memascend/planner/models"
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
-# Module -> what it loads under a name that no text holds. Those with nothing load what is not ours, or a system, whose
-# folder is asked for by name.
+# Module -> what it loads under a name that no string holds. An empty entry loads nothing of ours, or a system, whose
+# folder the caller names.
 DYNAMIC: dict[str, tuple[str, ...]] = {
     "memascend.baselines.protocol": (),
     "memascend.baselines.protocol.described": (),
-    # Names of a user's loop, whose modules what measures imports itself; the extension counts where it is named.
+    # These are names of a user's training loop; measuring programs import its modules themselves. The extension counts
+    # where it is named.
     "memascend": ("memascend.extension",),
     "memascend.extension": (),
     "memascend.integrations.deepspeed.compat": (),
     "memascend.systems": ("memascend.baselines.protocol",),
-    # The interpreter imports it when it starts (memascend.pth), and it waits for DeepSpeed to be imported.
+    # The interpreter imports it at startup (memascend.pth), and it acts when DeepSpeed is imported.
     "workflows.run.child": ("memascend.auto", "memascend.integrations.drop_in"),
 }
-# Module that names far more than a measurement asks it for -> what a measurement does ask it for.
+# Module that names far more modules than a measurement uses -> the ones that a measurement uses.
 DISPATCHERS: dict[str, tuple[str, ...]] = {"memascend.cli": ("memascend.bench.command",), "workflows.staleness": ()}
 _A_MODULE = re.compile(rf"({'|'.join(OURS)})(\.\w+)+(:\w+)?")
 
 
 def versions() -> dict[str, str]:
-    """Python's and those of the packages that a measurement rests on, where they are installed."""
+    """Return the versions of Python and of the installed packages that a measurement depends on."""
     out = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -55,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def digest(program: str, systems: Collection[str] = (), models: Collection[str] | None = ()) -> str:
-    """As `Tree.digest` gives it for the repository that this module lies in."""
+    """Return `Tree.digest` for the repository that contains this module."""
     return _here().digest(program, systems, models)
 
 
@@ -65,7 +67,7 @@ def _here() -> Tree:
 
 
 class Tree:
-    """The sources under `root`, each read once: a tree that changes needs another object. Not thread-safe."""
+    """The sources under `root`, each read once; a tree that changes needs another object. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -75,7 +77,7 @@ class Tree:
         self._hashes: dict[Path, str] = {}
 
     def digest(self, program: str, systems: Collection[str] = (), models: Collection[str] | None = ()) -> str:
-        """Of `files`: their places and what is in them."""
+        """Return a SHA-256 over the names and contents of `files`."""
         whole = hashlib.sha256()
         for name, path in self.files(program, systems, models).items():
             if path not in self._hashes:
@@ -86,9 +88,10 @@ class Tree:
     def files(
         self, program: str, systems: Collection[str] = (), models: Collection[str] | None = ()
     ) -> dict[str, Path]:
-        """Place -> file of what can change a record of the module `program` with these systems and models.
+        """Return place -> file for everything that can change a record of the module `program` with these systems and
+        models.
 
-        `models` None: every model counts. Raises ValueError for a program, a system or a model that is not there.
+        `models` of None counts every model. Raises ValueError for a program, a system or a model that does not exist.
         """
         found = {}
         modules = self.closure(program, systems)
@@ -108,7 +111,7 @@ class Tree:
         return dict(sorted(found.items()))
 
     def closure(self, program: str, systems: Collection[str] = ()) -> set[str]:
-        """Modules of ours that the program can come to import, itself and those of its systems' folders included."""
+        """Return the modules of ours that the program can come to import, including itself and its systems' modules."""
         roots = [program]
         if systems:
             roots += [f"{BASELINES}.protocol.{path.stem}" for path in self._glob("baselines/protocol/*.py")]
@@ -130,7 +133,8 @@ class Tree:
         return {module for module, _ in seen if module == EXTENSION or self._file(module)}
 
     def _imports(self, module: str, named: bool) -> set[str]:
-        """Modules of ours that one imports; of a package that is only passed through, when it is imported."""
+        """Return the modules of ours that a module imports; for a package that is only a parent, those imported with
+        it."""
         key = module, named
         if key not in self._read:
             path = self._file(module)
@@ -169,7 +173,7 @@ class Tree:
         return next((path for path in files if path.is_file()), None)
 
     def _folder(self, system: str) -> list[Path]:
-        """Files of a system: all but what is only read by people."""
+        """Return the files of a system, without the Markdown, which only people read."""
         folder = next((place / system for place in self._systems if (place / system).is_dir()), None)
         if folder is None:
             raise ValueError(f"there is no system {system!r} in {', '.join(map(str, self._systems))}")
@@ -181,8 +185,10 @@ class Tree:
 
 @cache
 def _nodes(source: str, everywhere: bool) -> tuple[ast.AST, ...]:
-    """Imports and strings that can run; without `everywhere` those outside of functions. What stands for types alone is
-    left out. Trees of several folders have most of their files in common."""
+    """Return the imports and strings of a source that can run; without `everywhere` only those outside functions.
+
+    Code under TYPE_CHECKING is left out. The result is cached since trees of several folders share most of their files.
+    """
     found, waiting = [], [*ast.parse(source).body]
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""The tidy table between data and pictures: its columns, how it is read and written, and names that scripts share."""
+"""The tidy table between data and pictures: its columns, reading and writing it, and names that scripts share."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLUMNS = [
 ]
 LANES = ("published", "author", "modelled", "measured")
 GIB = 2**30
-OF_REFERENCE = re.compile(r" \[([^\]]+)\]$")  # end of a series that was measured elsewhere: host and date
-SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, that is, at the original's size
-NO_RESULT = "run without a result: "  # begins the metric of a row that stands for all that the run would have given
+OF_REFERENCE = re.compile(r" \[([^\]]+)\]$")  # end of the name of a series measured on another machine: host and date
+SCALED = " (x k^2)"  # suffix of a metric: a twin's bytes times k^2, which is the original's size
+NO_RESULT = "run without a result: "  # prefix of the metric of a row that stands for all rows of a run
 SCHEMAS = Path(__file__).resolve().parent / "schemas"
 
 DENSE_NAMES = ("llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
@@ -42,11 +42,11 @@ MINIMUM = "theoretical minimum"
 
 
 class TableError(ValueError):
-    """Something is wrong with an input; the message is one line and names the file."""
+    """Error in an input; the message is one line and names the file."""
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A tidy table; every cell a string, empty cells empty strings."""
+    """Return a tidy table with every cell a string; empty cells are empty strings."""
     table = pd.read_csv(path, dtype=str, keep_default_na=False)
     missing = [column for column in COLUMNS if column not in table.columns]
     if missing:
@@ -58,7 +58,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def write_table(rows: pd.DataFrame | Iterable[dict[str, Any]], path: Path, columns: list[str] = COLUMNS) -> None:
-    """Write rows (columns that a row lacks are left empty), atomically."""
+    """Write the rows atomically; columns that a row lacks are left empty."""
     table = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     table = table.reindex(columns=columns).astype(object)
     table = table.where(table.notna(), "")
@@ -66,12 +66,12 @@ def write_table(rows: pd.DataFrame | Iterable[dict[str, Any]], path: Path, colum
 
 
 def is_reference(table: pd.DataFrame) -> pd.Series:
-    """Which rows come from committed records of another machine."""
+    """Return which rows come from committed records of another machine."""
     return table["series"].map(lambda name: bool(OF_REFERENCE.search(name))).astype(bool)
 
 
 def numeric(value: str) -> float | None:
-    """The number in a cell, or None for text such as ``N/A (VRAM OOM)``."""
+    """Return the number in a cell, or None for text such as ``N/A (VRAM OOM)``."""
     try:
         return float(value)
     except ValueError:
@@ -80,14 +80,14 @@ def numeric(value: str) -> float | None:
 
 @cache
 def validator(schema_name: str) -> jsonschema.protocols.Validator:
-    """Validator of one of our schemas; references between them resolve by file name."""
+    """Return the validator for one of our schemas; references between schemas resolve by file name."""
     schemas = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.schema.json")}
     registry = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in schemas.items())
     return jsonschema.Draft202012Validator(schemas[schema_name], registry=registry)
 
 
 def check(document: Any, schema_name: str, where: str) -> None:
-    """Raise one line that names the place where ``document`` breaks the schema."""
+    """Raise TableError with one line that names the place where ``document`` breaks the schema."""
     error = jsonschema.exceptions.best_match(validator(schema_name).iter_errors(document))
     if error is not None:
         place = "/".join(str(part) for part in error.absolute_path)
@@ -96,5 +96,5 @@ def check(document: Any, schema_name: str, where: str) -> None:
 
 
 def fail(error: Exception) -> NoReturn:
-    """End a program with one clear line."""
+    """End the program with one clear line."""
     sys.exit(f"error: {' '.join(str(error).split())}")

@@ -1,4 +1,4 @@
-"""How chips and models grew: committed release data, and lines through their logarithms (Fig. 1 of two papers)."""
+"""Growth of chips and models: committed release data, and lines fitted to their logarithms (Fig. 1 of two papers)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import numpy as np
 from workflows import registry
 from workflows.cases import Row, row
 
-RELEASES = "public release data"  # in place of a testbed
+RELEASES = "public release data"  # stands in the testbed column
 SERIES = {"16-bit rate of a chip": ("chips", "tflops"), "memory of a chip": ("chips", "gb")}
 SERIES["size of a model"] = ("models", "billions")
 
 
 def growth(exhibit: str, until: float) -> Iterator[Row]:
-    """Releases up to a date relative to the first of their series, the lines, and what follows from their slopes."""
+    """Yield the rows of Fig. 1: releases up to the date `until`, their trend lines, and figures derived from the
+    slopes.
+
+    Values are relative to the first release of their series.
+    """
     said = registry.read(registry.ROOT / "workflows/papers/releases.yaml")
     slopes = {}
     for series, (kind, field) in SERIES.items():

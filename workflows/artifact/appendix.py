@@ -1,8 +1,8 @@
-"""Artifact appendices of a bundle: one for each paper and one for the whole, as PDF (by typst) and LaTeX.
+"""Artifact appendices of a bundle, one per paper and one for the whole, as PDF (by typst) and LaTeX.
 
 The sections are those of EuroSys' artifact appendix: abstract, requirements, set-up, claims with their experiments
-(human and compute minutes), reuse; the whole one ends with the fields of cTuning's checklist. Claims are counted from
-claims.json, minutes from the records' own seconds.
+(human and compute minutes), reuse. The appendix of the whole ends with the fields of cTuning's checklist. Claims are
+counted from claims.json, minutes from the seconds in the records.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Words in `backquotes` are set as code."""
+    """A paragraph; words in `backquotes` are set as code."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """`widths` in shares of the column."""
+    """A table; `widths` are fractions of the text column."""
 
     header: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -47,13 +47,13 @@ Block = Heading | Paragraph | Table
 
 
 def minutes(folder: Path, records: list[str]) -> float:
-    """Of the runs of an exhibit, one after the other."""
+    """Return the minutes of an exhibit's runs, one after the other."""
     read = (json.loads((folder / RECORDS / name).read_text(encoding="utf-8")) for name in records)
     return sum(record.get("wall_s") or 0.0 for record in read) / 60
 
 
 def counted(claims: list[dict[str, Any]], exhibit: str, lane: str) -> str:
-    """Held-out claims that are reproduced, of those decided; a dash where none is."""
+    """Return in words how many held-out claims are reproduced among those decided; a dash if none is decided."""
     found = Counter(
         claim["verdict"]
         for claim in claims
@@ -64,7 +64,7 @@ def counted(claims: list[dict[str, Any]], exhibit: str, lane: str) -> str:
 
 
 def experiments(folder: Path, manifest: dict[str, Any], paper: str) -> Table:
-    """A row for each exhibit of a paper with a held-out claim that is decided: claim and experiment of one number."""
+    """Return one row per exhibit of a paper with a decided held-out claim; its claim and experiment share a number."""
     claims = json.loads((folder / "claims.json").read_text(encoding="utf-8"))
     rows, numbers = [], {entry["id"]: entry["number"] for entry in registry.exhibits()}
     for name, each in manifest["exhibits"].items():
@@ -100,7 +100,7 @@ def requirements(manifest: dict[str, Any]) -> list[Block]:
 
 
 def of_paper(folder: Path, manifest: dict[str, Any], paper: str) -> tuple[str, list[Block]]:
-    """Title and blocks of a paper's appendix."""
+    """Return title and blocks of a paper's appendix."""
     about = registry.read(registry.file_of(paper, "paper.yaml"))
     table = experiments(folder, manifest, paper)
     drawn = sum(each["paper"] == paper for each in manifest["exhibits"].values())
@@ -125,7 +125,7 @@ def of_paper(folder: Path, manifest: dict[str, Any], paper: str) -> tuple[str, l
 
 
 def by_paper(folder: Path, manifest: dict[str, Any]) -> list[tuple[str, ...]]:
-    """For each paper its exhibits, and its held-out claims that are reproduced, of those decided, by lane."""
+    """Return for each paper its number of exhibits, and by lane its held-out claims reproduced and decided."""
     found = []
     for paper, name in registry.PAPERS.items():
         rows = experiments(folder, manifest, paper).rows
@@ -138,7 +138,7 @@ def by_paper(folder: Path, manifest: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def checklist(folder: Path, manifest: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The fields of cTuning's."""
+    """Return the fields of cTuning's checklist with their values."""
     names: dict[str, None] = {}
     for each in manifest["exhibits"].values():
         names |= dict.fromkeys(each["records"])
@@ -174,7 +174,7 @@ def checklist(folder: Path, manifest: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def of_all(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[Block]]:
-    """Title and blocks of the appendix of the whole artifact, with the checklist."""
+    """Return title and blocks of the appendix of the whole artifact, with the checklist."""
     return f"Artifact appendix: memascend {manifest['version']}, five papers", [
         Heading("Abstract"),
         Paragraph(
@@ -205,12 +205,12 @@ TYPST_SPECIAL, TEX_SPECIAL = "\\#$*_<>@[]~", "&%$#_{}"
 
 
 def marked(text: str, plain: Callable[[str], str], code: Callable[[str], str]) -> str:
-    """Text with its `code` and the rest each escaped in its way."""
+    """Return text with its `code` parts and the rest each escaped by their own function."""
     return "".join(code(part) if odd % 2 else plain(part) for odd, part in enumerate(text.split("`")))
 
 
 def typst_of(title: str, blocks: list[Block]) -> str:
-    """Source of a PDF on letter paper in two columns."""
+    """Return the typst source of a PDF on letter paper in two columns."""
 
     def plain(text: str) -> str:
         return "".join(f"\\{each}" if each in TYPST_SPECIAL else each for each in text)
@@ -245,7 +245,7 @@ def typst_of(title: str, blocks: list[Block]) -> str:
 
 
 def tex_of(title: str, blocks: list[Block]) -> str:
-    """The same for LaTeX, with packages that every distribution has."""
+    """Return the same content as LaTeX source, using packages that every distribution has."""
 
     def plain(text: str) -> str:
         escaped = "".join(f"\\{each}" if each in TEX_SPECIAL else each for each in text.replace("\\", "/"))
@@ -281,14 +281,14 @@ def tex_of(title: str, blocks: list[Block]) -> str:
 
 
 def sources(folder: Path, manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """Name of each appendix -> its source for typst and for LaTeX."""
+    """Return for each appendix its source for typst and for LaTeX."""
     made = {"memascend-artifact": of_all(folder, manifest)}
     made |= {f"paper-{paper}": of_paper(folder, manifest, paper) for paper in registry.PAPERS}
     return {name: (typst_of(*each), tex_of(*each)) for name, each in made.items()}
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
-    """appendix/<paper>.pdf and .tex, and those of the whole, in a bundle that is filled."""
+    """Write appendix/<paper>.pdf and .tex, and those of the whole, into a filled bundle."""
     (folder / "appendix").mkdir()
     for name, (typeset, tex) in sources(folder, manifest).items():
         pdf = typst.compile(typeset.encode(), timestamp=0, ignore_system_fonts=True)

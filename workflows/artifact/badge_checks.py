@@ -26,7 +26,7 @@ Found = tuple[bool, str]
 
 
 def tag() -> Found:
-    """A tag of this version on the commit that is checked out."""
+    """Check that a tag of this version points at the commit that is checked out."""
     wanted = f"v{project()['version']}"
     done = subprocess.run(["git", "tag", "--points-at", "HEAD"], capture_output=True, text=True, check=False)
     tags = done.stdout.split()
@@ -36,7 +36,7 @@ def tag() -> Found:
 
 
 def licence() -> Found:
-    """The text and every file that names a licence agree."""
+    """Check that the licence's text and every file that names a licence agree."""
     named = {
         "pyproject.toml": project()["license"],
         "CITATION.cff": yaml.safe_load(Path("CITATION.cff").read_text())["license"],
@@ -52,7 +52,7 @@ def licence() -> Found:
 
 
 def packages() -> Found:
-    """What constraints.txt pins is installed in that version; a local suffix (+cpu) makes no other."""
+    """Check that the versions pinned in constraints.txt are installed; a local suffix (+cpu) makes no difference."""
     pins = dict(
         line.split("==") for line in Path("constraints.txt").read_text().splitlines() if line and line[0] not in "#- "
     )
@@ -74,7 +74,7 @@ def packages() -> Found:
 
 
 def exhibits() -> Found:
-    """Every exhibit is built, and every claim is about one."""
+    """Check that every exhibit is built, and that every claim belongs to one."""
     entries = registry.exhibits()
     waiting = [entry["id"] for entry in entries if entry["status"] != "built"]
     known, claims = {entry["id"] for entry in entries}, registry.claims()
@@ -90,7 +90,7 @@ def exhibits() -> Found:
 
 
 def budgets() -> Found:
-    """Every exhibit with runs says how long they take."""
+    """Check that every exhibit with runs says how long they take."""
     from workflows.configuration import Configuration
 
     known = Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()), [])
@@ -108,7 +108,7 @@ def budgets() -> Found:
 
 
 def modelled() -> Found:
-    """Every paper has rows."""
+    """Check that every paper has modelled rows."""
     rows = {}
     for paper in registry.PAPERS:
         path = Path("results/derived/modelled", f"{paper}.csv")
@@ -118,8 +118,10 @@ def modelled() -> Found:
 
 
 def reproduced(exhibit: str) -> Found:
-    """The claims of one exhibit, decided from its own table: one that was measured is reproduced, and none deviates but
-    for the reason that stands beside it."""
+    """Decide the claims of one exhibit from its own table.
+
+    The line is met if at least one measured claim is reproduced and every deviation has a recorded cause.
+    """
     table = Path("results/derived/exhibits", f"{exhibit}.csv")
     if not table.is_file():
         return False, f"{table} is missing: snakemake --cores all {exhibit}"
@@ -140,7 +142,7 @@ CHECKS: dict[str, Callable[..., Found]] = {
 
 
 def misused(argv: list[str]) -> str:
-    """What is wrong with the command line, and the fix; nothing if it can be run."""
+    """Return what is wrong with the command line and how to fix it; empty if it can be run."""
     if not argv or argv[0] not in CHECKS:
         hint = did_you_mean(argv[0], CHECKS) if argv else ""
         said = f"{argv[0]!r} is no check{hint}: " if argv else ""

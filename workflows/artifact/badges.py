@@ -1,8 +1,8 @@
-"""The lines that artifact evaluators tick, each with the command that checks it here.
+"""The lines that artifact evaluators tick, each with the command that checks it in this project.
 
 Badges and lines follow ACM's Artifact Review and Badging 1.1 and the check-lists of systems conferences that apply it.
-What a line needs of the outside world (an archive, a DOI, other people) is marked so, with what is still to do: no
-command of a checkout can check it. Everything else is executed: `workflows.artifact.kick_the_tires`.
+A line that depends on the outside world (an archive, a DOI, other people) is marked so, with what is still to do,
+because no command in a checkout can check it. All other lines are executed by `workflows.artifact.kick_the_tires`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ SNAKEMAKE = "snakemake --cores 1 --config profile=smoke --"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """`command` is run by a shell at the top of a fresh clone. `outside`: why no command decides it, and what to do.
-    `needs`: lines that must be met before. `minutes`: after them it is stopped. `long`: run only if asked for."""
+    """One line of the badge list.
+
+    `command` is run by a shell at the top of a fresh clone. `outside` says why no command can decide the line, and what
+    to do. `needs` names lines that must be met before. `minutes` is the time limit. `long` lines run only on request.
+    """
 
     name: str
     badge: str

@@ -78,7 +78,7 @@ def git(*words: str) -> str:
 
 
 def exhibits_of(known: Configuration) -> dict[str, dict[str, Any]]:
-    """What each exhibit that is built is drawn from."""
+    """Return what each built exhibit is drawn from."""
     return {
         name: {
             "paper": known.entries[name]["paper"],
@@ -100,7 +100,7 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
         "profile": known.config["profile"],
         "commit": git("rev-parse", "HEAD").strip(),
         "committed": git("log", "-1", "--format=%cI").strip(),
-        "changed_since": [],  # once the sources are copied
+        "changed_since": [],  # filled in once the sources are copied
         "measured_by_other_code": other_code(known, exhibits),
         "config": {name: known.config[name] for name in CONFIGURED},
         "packages": {**versions(), **{name: metadata.version(name) for name in DRAWN_WITH}},
@@ -109,12 +109,14 @@ def manifest_of(known: Configuration) -> dict[str, Any]:
 
 
 def other_code(known: Configuration, exhibits: dict[str, dict[str, Any]]) -> list[str]:
-    """Records that other code made than that of the sources: Snakemake measures them again, if it is not told to leave
-    them (--rerun-triggers mtime)."""
+    """Return the records made by code other than the present sources.
+
+    Snakemake measures such records again unless it is told to leave them (--rerun-triggers mtime).
+    """
     found = []
     for name in sorted({name for each in exhibits.values() for name in each["records"]}):
         if not (path := Path(known.raw, name)).is_file():
-            continue  # `fill` says so
+            continue  # `fill` reports it
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["code_digest"] != known.measured_by(record["run_id"], record["kind"]):
             found.append(name)
@@ -122,12 +124,12 @@ def other_code(known: Configuration, exhibits: dict[str, dict[str, Any]]) -> lis
 
 
 def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
-    """Put everything but the list of sums into an empty folder. TableError names what is missing."""
+    """Put everything but the list of sums into an empty folder; TableError names a missing file."""
     for name in sources():
         copy(registry.ROOT / name, folder / SOURCE / name)
     for record in sorted({record for each in manifest["exhibits"].values() for record in each["records"]}):
         copy(Path(known.raw, record), folder / RECORDS / record)
-        if (trace := Path(known.raw, record).with_suffix(TRACE)).is_file():  # resident memory over time
+        if (trace := Path(known.raw, record).with_suffix(TRACE)).is_file():  # samples of resident memory over time
             copy(trace, folder / RECORDS / trace.name)
     derived, figures = Path(known.derived), Path(known.figures)
     tables = ["claims.csv", *(f"modelled/{paper}.csv" for paper in registry.PAPERS)]
@@ -142,8 +144,11 @@ def fill(folder: Path, known: Configuration, manifest: dict[str, Any]) -> None:
 
 
 def sources() -> Iterator[str]:
-    """Every file that git tracks and that is there. What a link to a folder leads to is listed below the link too: not
-    every program that unpacks a zip makes links."""
+    """Yield every existing file that git tracks.
+
+    Files in the target of a link to a folder are also yielded below the link, since not every program that unpacks a
+    zip creates links.
+    """
     tracked = [name for name in git("ls-files", "-z").split("\0") if name]
     for name in tracked:
         if (path := registry.ROOT / name).is_file():
@@ -155,7 +160,7 @@ def sources() -> Iterator[str]:
 
 
 def describe(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write what follows from records and tables: claims.json, appendices, the crate, README.md."""
+    """Write the files that follow from records and tables: claims.json, appendices, the crate, README.md."""
     write_json(folder / CLAIMS, claims_of(folder, manifest))
     words = {"version": manifest["version"], "profile": manifest["profile"], "commit": manifest["commit"][:12]}
     name = f"{name_of(manifest['version'], manifest['profile'])}.zip"
@@ -169,7 +174,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def pages(figures: Path, manifest: dict[str, Any]) -> Iterator[str]:
-    """Files of the pictures and of the report; what else lies in the folder is of other profiles."""
+    """Yield the files of the pictures and of the report; other files in the folder belong to other profiles."""
     yield from (f"{name}{ending}" for name in manifest["exhibits"] for ending in PICTURES)
     yield from ("index.html", "claims.html", "errata.html", *ASSETS)
     for folder in ("exhibits", "records", "traces"):
@@ -184,8 +189,8 @@ def copy(source: Path, target: Path) -> None:
 
 
 def claims_of(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every claim and lane as programs read them: with the command that decides it, and the seconds and hosts of its
-    exhibit's runs."""
+    """Return every claim and lane for claims.json, with the command that decides it and the seconds and hosts of its
+    runs."""
     sentences = {claim["id"]: claim for claim in registry.claims()}
     runs = {name: read_runs(folder, each["records"]) for name, each in manifest["exhibits"].items()}
     with (folder / TABLES / "claims.csv").open(newline="", encoding="utf-8") as file:
@@ -214,7 +219,7 @@ def read_runs(folder: Path, records: list[str]) -> dict[str, Any]:
 
 
 def pack(folder: Path, out: Path, root: str, when: tuple[int, ...]) -> None:
-    """Zip a folder below the name `root`, in order, every time the commit's."""
+    """Zip a folder under the name `root`, in sorted order, with the commit's time for every file."""
 
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:

@@ -1,8 +1,8 @@
 """The bundle as an RO-Crate: figures from tables, tables from records, records from commands; verdicts as assessments.
 
-Writes ro-crate-metadata.json by the profile Provenance Run Crate 0.5 (https://w3id.org/ro/wfrun/provenance/0.5): the
-Snakefile is the workflow; each run and each exhibit is an action of one of its steps, with its inputs, results, begin,
-end and status. Lanes, bases and verdicts are properties of assessments, one for each claim and lane.
+Writes ro-crate-metadata.json by the profile Provenance Run Crate 0.5 (https://w3id.org/ro/wfrun/provenance/0.5). The
+Snakefile is the workflow; each run and each exhibit is an action of one of its steps, with inputs, results, begin, end
+and status. Lanes, bases and verdicts are properties of assessments, one per claim and lane.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROFILES = [
     "https://w3id.org/ro/wfrun/provenance/0.5",
     "https://w3id.org/workflowhub/workflow-ro-crate/1.0",
 ]
-STEPS = {  # rule -> what makes it
+STEPS = {  # rule -> program
     "record": "workflows/run",
     "modelled": "workflows/derive/table.py",
     "figure": "workflows/derive/table.py",
@@ -42,7 +42,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 class Writer:
-    """Entities of one crate, added one by one; ids are paths in the bundle, or begin with # where there is no file."""
+    """Adds the entities of one crate; ids are paths in the bundle, or begin with # if an entity has no file."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest, self.crate = folder, manifest, ROCrate(gen_preview=False, version="1.1")
@@ -67,7 +67,7 @@ class Writer:
         return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": kind, **properties}))
 
     def file(self, place: str, **properties: Any) -> Any:
-        """A file of the bundle, once."""
+        """Return the entity of a file in the bundle, added on first use."""
         found = self.crate.get(place)
         if found is None:
             path, kind = self.folder / place, KINDS.get(Path(place).suffix)
@@ -76,7 +76,7 @@ class Writer:
         return found
 
     def workflow(self) -> None:
-        """The Snakefile with its steps, and Snakemake, which ran it."""
+        """Add the Snakefile with its steps, and Snakemake, which ran it."""
         language = self.add(
             "#snakemake-language", "ComputerLanguage", name="Snakemake", url={"@id": "https://snakemake.readthedocs.io"}
         )
@@ -111,7 +111,7 @@ class Writer:
         self.actions.append((rule, self.add(f"#{rule}-{name}", "CreateAction", **facts, **properties)))
 
     def run(self, name: str) -> Any:
-        """The record of a run, and the action that made it."""
+        """Add the record of a run and the action that made it; return the record's entity."""
         record = json.loads((self.folder / RECORDS / name).read_text(encoding="utf-8"))
         entity = self.file(f"{RECORDS}/{name}", name=f"record of {record['run_id']}", lane="measured")
         begun = datetime.fromisoformat(record["started_at"])
@@ -130,7 +130,7 @@ class Writer:
         return entity
 
     def exhibit(self, name: str, wanted: dict[str, Any], records: dict[str, Any]) -> list[Any]:
-        """Table and picture of an exhibit, and the action that made both."""
+        """Add the picture and table of an exhibit and the action that made them; return their entities."""
         title = f"{registry.PAPERS[wanted['paper']]}, {name}: {wanted['title']}"
         results = [self.file(f"{FIGURES}/{name}.svg", name=title)]
         inputs = [records[each] for each in wanted["records"]]
@@ -142,7 +142,7 @@ class Writer:
         return results
 
     def verdicts(self, tables: dict[str, Any]) -> None:
-        """An assessment for each claim that is decided."""
+        """Add an assessment for each claim that is decided."""
         table = self.file(f"{TABLES}/claims.csv", name="every claim with its verdict")
         self.action("claims_table", "claims", [*tables.values()], [table], actionStatus=COMPLETED)
         for claim in json.loads((self.folder / "claims.json").read_text(encoding="utf-8")):
@@ -161,7 +161,7 @@ class Writer:
             )
 
     def whole(self) -> None:
-        """The call of Snakemake that ran all of it, which ties actions to steps."""
+        """Add the call of Snakemake that ran everything, which links actions to steps."""
         results = [each for _, action in self.actions for each in as_list(action["result"])]
         begins = [action["startTime"] for _, action in self.actions if action.get("startTime")]
         times = {"startTime": min(begins)} if begins else {}
@@ -198,7 +198,7 @@ class Writer:
 
 
 def write(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write ro-crate-metadata.json of a bundle that is filled; its date is that of the commit."""
+    """Write ro-crate-metadata.json into a filled bundle; its date is that of the commit."""
     made = Writer(folder, manifest)
     made.workflow()
     records = {

@@ -1,8 +1,8 @@
-"""What a bundle gives and no check can make again, compared with what is known of it: sources with their commit,
-its configuration with that of the sources, records with their own sums and with the exhibits that they are for.
+"""Check the parts of a bundle that cannot be made again: sources against their commit, its configuration against that
+of the sources, and records against their own sums and the exhibits that they belong to.
 
-Someone who changes a bundle also writes SHA256SUMS anew, and the sources of a bundle are what draws its exhibits again.
-So the sources are compared with the commit that the bundle names, where this checkout has it.
+Whoever changes a bundle can also rewrite SHA256SUMS, and a bundle's exhibits are redrawn by its own sources. So the
+sources are compared with the commit that the bundle names, if this checkout has it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from workflows.run.provenance import ROOT, digest_of
 from workflows.staleness import PACKAGES
 
 CONFIG = "workflows/config/config.yaml"
-VERSIONS = ("python", *PACKAGES)  # that a record has
+VERSIONS = ("python", *PACKAGES)  # whose versions a record states
 _ARM = ("system", "arm", "dtype")
-_PLACES = ("folder", "model", "trace")  # options of a bench whose values name files, or that it counts otherwise
+_PLACES = ("folder", "model", "trace")  # options of a bench that name files, or that it records in another form
 LINK = "120000"  # git's mode of a symbolic link
 
 
 def git(*words: str, root: Path, stdin: str | None = None) -> str:
-    """What git says. ValueError with its words."""
+    """Return git's output; raise ValueError with its message."""
     command = ["git", "-C", str(root), *words]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
@@ -54,7 +54,8 @@ def git(*words: str, root: Path, stdin: str | None = None) -> str:
 
 
 def tracked(commit: str, root: Path) -> dict[str, str]:
-    """Every path of a commit in a bundle -> its blob. What a link to a folder leads to is below the link too."""
+    """Return path -> blob for every file of a commit as in a bundle; files in a linked folder are
+    also below the link."""
     files, links = {}, {}
     for entry in git("ls-tree", "-r", "-z", "--full-tree", commit, root=root).split("\0"):
         if entry:
@@ -71,7 +72,7 @@ def tracked(commit: str, root: Path) -> dict[str, str]:
 
 
 def _joined(folder: PurePosixPath, link: str) -> str:
-    """Where a link in a folder of the repository leads, without `..`."""
+    """Return where a link in a folder of the repository leads, with `..` resolved."""
     parts: list[str] = []
     for part in (folder / link).parts:
         if part == ".." and parts:
@@ -82,7 +83,7 @@ def _joined(folder: PurePosixPath, link: str) -> str:
 
 
 def changed_sources(folder: Path, commit: str) -> list[str]:
-    """Sources of a bundle that are not those of a commit of this checkout. ValueError where it has no such commit."""
+    """Return the sources of a bundle that differ from a commit; raise ValueError if this checkout lacks the commit."""
     wanted = tracked(commit, ROOT)
     names = list(files_in(folder / SOURCE))
     paths = "".join(f"{folder / SOURCE / name}\n" for name in names)
@@ -92,7 +93,8 @@ def changed_sources(folder: Path, commit: str) -> list[str]:
 
 
 def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
-    """(what was compared, sources that are not the commit's and that artifact.json does not name as changed)."""
+    """Return what was compared in words, and the sources that differ from the commit without
+    artifact.json saying so."""
     commit = str(manifest.get("commit"))
     try:
         if not (ROOT / ".git").exists():
@@ -122,8 +124,11 @@ def _kind_of(name: str) -> str:
 
 
 def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> list[str]:
-    """What artifact.json was configured with that the sources are not; of its list of runs nothing is said where who
-    checks names one (`experiments`). Records of other settings need not be those of the profile."""
+    """Return the settings in artifact.json that differ from those of the sources.
+
+    Records made with other settings need not be those of the profile. The list of runs is not compared if the person
+    who checks names one (`experiments`).
+    """
     try:
         usual = yaml.safe_load((folder / SOURCE / CONFIG).read_text(encoding="utf-8"))
         wanted = {name: usual[name] for name in CONFIGURED}
@@ -140,8 +145,7 @@ def other_settings(folder: Path, manifest: dict[str, Any], *, experiments: bool)
 
 
 def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Records that no exhibit names, or that contradict themselves or their samples, and those that are named and not
-    there."""
+    """Return records that no exhibit names, that are missing, or that contradict themselves or their samples."""
     named = {record for each in manifest["exhibits"].values() for record in each["records"]}
     traces = {str(Path(record).with_suffix(TRACE)) for record in named}
     there = set(files_in(folder / RECORDS))
@@ -153,7 +157,7 @@ def odd_records(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def contradictions(path: Path) -> Iterator[str]:
-    """What a record says that does not go together."""
+    """Yield the contradictions within a record."""
     try:
         record = parsed(path.read_text(encoding="utf-8"))
         run_id, kind, is_ok = record["run_id"], record.get("kind"), record.get("status") == "ok"
@@ -193,7 +197,7 @@ def _other_samples(path: Path, record: dict[str, Any]) -> Iterator[str]:
 
 
 def _other_points(record: dict[str, Any]) -> Iterator[str]:
-    """Each point that was asked for has to be there, once for each stack or arm, with all rounds."""
+    """Yield a message unless each requested point is present once per stack or arm, with all rounds."""
     asked = [tuple(each) for each in record.get("points_requested") or ()]
     if record["kind"] == "step-times":
         ways: list[Any] = [tuple(each[name] for name in _ARM) for each in record["arms"]]
@@ -220,7 +224,7 @@ def _place(point: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _other_options(record: dict[str, Any]) -> Iterator[str]:
-    """Options that a bench has taken, where they are others than those of its command line."""
+    """Yield the options that a bench used and that differ from those of its command line."""
     words, taken = record["points_requested"]["options"], record.get("options") or {}
     for option, value in itertools.pairwise(words):
         name = option.removeprefix("--").replace("-", "_")
@@ -240,11 +244,11 @@ def _number(text: str) -> float | str:
 
 
 class TwiceError(ValueError):
-    """A key stands twice in an object: what reads the one and what reads the other would differ."""
+    """A key occurs twice in an object, so two readers could see different values."""
 
 
 def parsed(text: str) -> Any:
-    """JSON. ValueError, and for a key that stands twice TwiceError, in one line."""
+    """Parse JSON; raise a one-line ValueError, or TwiceError for a key that occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -257,7 +261,7 @@ def parsed(text: str) -> Any:
 
 
 def of_other_runs(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
-    """Records that are not of the run in their name, as the list of runs has it."""
+    """Yield a message for each record that does not match the run in its name, as the list of runs has it."""
     for name, record, wanted in _both(folder, expected):
         about = {name: record.get(name) for name in wanted["fields"]} | {"kind": record.get("kind")}
         for where, found, meant in differences(about, wanted["fields"] | {"kind": wanted["kind"]}):
@@ -267,14 +271,14 @@ def of_other_runs(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
 
 
 def of_other_code(folder: Path, expected: dict[str, Any]) -> list[str]:
-    """Records that other code made than that of the sources."""
+    """Return the records made by code other than the sources."""
     both = _both(folder, expected)
     return [name for name, record, wanted in both if record.get("code_digest") != wanted["code_digest"]]
 
 
 def provenance_of(folder: Path, expected: dict[str, Any], manifest: dict[str, Any]) -> Iterator[str]:
-    """What a reader should know of records: that they have no result, or say that another checkout than the bundle's
-    commit, or other packages, made them."""
+    """Yield notes for readers: records without a result, or from another commit, a changed checkout
+    or other packages."""
     records, commit = {name: record for name, record, _ in _both(folder, expected)}, manifest.get("commit")
     without = [name for name, record in records.items() if record.get("status") != "ok"]
     if without:
@@ -302,7 +306,7 @@ def _some(names: list[str]) -> str:
 
 
 def _both(folder: Path, expected: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Name, record, and what is expected of it; of the records that are there and are some."""
+    """Yield name, record and expectation of the records that exist and are readable."""
     for name, wanted in sorted(expected.items()):
         try:
             record = json.loads((folder / RECORDS / name).read_text(encoding="utf-8"))
@@ -313,8 +317,10 @@ def _both(folder: Path, expected: dict[str, Any]) -> Iterator[tuple[str, dict[st
 
 
 def differences(found: Any, wanted: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(place, what is there, what should be) of what is wanted: further keys are let through, None is what may not be
-    there, and ANY is anything."""
+    """Yield (place, value found, value expected) wherever `found` does not match `wanted`.
+
+    Further keys in `found` are allowed; None requires a key to be absent, and ANY matches anything.
+    """
     if isinstance(wanted, dict) and isinstance(found, dict):
         for name, each in wanted.items():
             yield from differences(found.get(name), each, f"{where}.{name}" if where else name)
@@ -326,7 +332,7 @@ def differences(found: Any, wanted: Any, where: str = "") -> Iterator[tuple[str,
 
 
 def other_exhibits(said: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Exhibits of artifact.json that are not drawn from what the sources say, or are left out of it."""
+    """Return the exhibits of artifact.json that are missing or not drawn from what the sources say."""
     found = []
     for name in sorted(said | expected):
         if name not in said:
@@ -344,7 +350,7 @@ def _of(exhibit: dict[str, Any], key: str) -> list[Any]:
 
 
 def odd_manifest(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """What artifact.json says besides what it has to, and its version and profile where other parts say another."""
+    """Return missing and unknown entries of artifact.json, and a version or name that contradicts other parts."""
     found = [f"{name} is not said" for name in KEYS if name not in manifest]
     found += [f"{name} is nothing that a bundle says" for name in sorted(manifest.keys() - set(KEYS))]
     known = {*VERSIONS, *DRAWN_WITH}

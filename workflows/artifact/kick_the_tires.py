@@ -42,18 +42,19 @@ MET, NOT_MET, NOT_RUN, OUTSIDE = "met", "not met", "not run", "needs the outside
 JSON, TABLE = "badges.json", "badges.md"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SET_UP = Line(name="set-up", badge=badges.FUNCTIONAL, says="set up by one command", command="make setup", minutes=90)
-# A network namespace starts with its loopback down, and ranks of a training talk over it. 0x8914 sets flags, 1 is UP.
+# A network namespace starts with its loopback down, and the ranks of a training communicate over it. 0x8914 is
+# SIOCSIFFLAGS, 1 is IFF_UP.
 LOOPBACK = (
     "import fcntl, os, socket, struct, sys\n"
     "fcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sH22x', b'lo', 1))\n"
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
-LETTERS = 300  # of what a command said last
+LETTERS = 300  # kept of a command's last line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`found` is the last line of the command, or why it did not run."""
+    """Result of a line; `found` is the last line of the command's output, or why it did not run."""
 
     name: str
     badge: str
@@ -65,7 +66,7 @@ class Result:
 
 
 def clone(folder: Path) -> tuple[Path, str]:
-    """A clone of the commit that is checked out, and that commit. ValueError with git's words."""
+    """Clone the commit that is checked out; return the folder and the commit. ValueError has git's message."""
     target = folder / "memascend"
     words = ["git", "-c", "safe.directory=*", "clone", "--quiet", "--no-local", str(ROOT), str(target)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -76,8 +77,8 @@ def clone(folder: Path) -> tuple[Path, str]:
 
 
 def bare(home: Path, venv: Path) -> dict[str, str]:
-    """The whole environment of what runs in the clone."""
-    kept = ("MEMASCEND_CPU_LEVEL", "MAX_JOBS", "PIP_CONFIG_FILE")  # how to build, and where packages come from
+    """Return the complete environment of the commands that run in the clone."""
+    kept = ("MEMASCEND_CPU_LEVEL", "MAX_JOBS", "PIP_CONFIG_FILE")  # build settings, and the package index
     return {
         "HOME": str(home),
         "LANG": "C.UTF-8",
@@ -88,7 +89,7 @@ def bare(home: Path, venv: Path) -> dict[str, str]:
 
 
 def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str], *, patience: float = 1.0) -> Result:
-    """Run a line's command, for as long as it may take, times `patience`."""
+    """Run a line's command within its time limit multiplied by `patience`."""
     began, minutes = time.monotonic(), line.minutes * patience
     child = subprocess.Popen(
         [*isolated, "bash", "-c", f"set -o pipefail; {line.command}"],
@@ -109,8 +110,8 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
         end(child)
         said, _ = child.communicate()
     finally:
-        end(child)  # also what it left behind, and after Ctrl-C
-    for folder in (Path(env["PATH"].partition(":")[0]).parent, env["HOME"], where):  # no folder of the machine
+        end(child)  # also kills processes left behind, and runs after Ctrl-C
+    for folder in (Path(env["PATH"].partition(":")[0]).parent, env["HOME"], where):  # no local paths
         said = said.replace(f"{folder}/", "")
     lines = [text.strip("= ") for text in said.splitlines() if text.strip("= ")]
     found = lines[-1][:LETTERS] if lines else f"exit status {child.returncode}, without a word"
@@ -121,13 +122,13 @@ def execute(line: Line, where: Path, env: dict[str, str], isolated: Sequence[str
 
 
 def offline() -> list[str]:
-    """How to start a program that reaches this machine alone, by its loopback; nothing where this is not allowed."""
+    """Return the prefix that starts a program with only a loopback network; empty if this is not allowed."""
     isolated = without_network()
     return [*isolated, sys.executable, "-c", LOOPBACK] if isolated else []
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """The command and all that it started."""
+    """Kill the command and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
 
@@ -147,7 +148,7 @@ def check_all(
     only: Collection[str],
     patience: float = 1.0,
 ) -> Iterator[Result]:
-    """Run what can be run, in order; a line whose needs are not met does not start."""
+    """Run the lines that can be run, in order, and yield each result; a line with an unmet need does not start."""
     found: dict[str, Result] = {}
     for number, line in enumerate(lines, 1):
         missing = [name for name in line.needs if found[name].status != MET]
@@ -168,7 +169,7 @@ def check_all(
 
 
 def asked(lines: Sequence[Line], only: Sequence[str]) -> set[str]:
-    """Those lines and all that they need. ValueError for a name that is none."""
+    """Return the names of these lines and of all that they need; raise ValueError for an unknown name."""
     known = {line.name: line for line in lines}
     if unknown := [name for name in only if name not in known]:
         raise ValueError(f"{', '.join(unknown)}: no line of the list; they are {', '.join(known)}")
@@ -180,7 +181,7 @@ def asked(lines: Sequence[Line], only: Sequence[str]) -> set[str]:
 
 
 def complete(results: Sequence[Result]) -> list[Result]:
-    """With the lines that were not reached."""
+    """Return the results with entries for the lines that were not reached."""
     there = {each.name for each in results}
     rest = [result(line, NOT_RUN, "not reached") for line in LINES if line.name not in there and not line.outside]
     return [
@@ -191,7 +192,7 @@ def complete(results: Sequence[Result]) -> list[Result]:
 
 
 def surroundings(isolated: Sequence[str], venv: Path | None, commit: str) -> dict[str, Any]:
-    """Where this was run, as far as it matters for the table."""
+    """Return the properties of this machine and run that the table states."""
     release = dict(
         line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if line.count("=") == 1
     )
@@ -215,7 +216,7 @@ def document(results: Sequence[Result], where: dict[str, Any]) -> dict[str, Any]
 
 
 def table(said: dict[str, Any]) -> str:
-    """The page of one run: a table for each badge. A badge is never called earned: that is for evaluators."""
+    """Return the page of one run with a table per badge. No badge is called earned: evaluators decide that."""
     inside = ", in a container" if said["container"] else ""
     text = [
         f"Commit `{said['commit'][:12]}`, {said['date']}, {said['system']}{inside}, {said['host']['cores']} cores "
@@ -248,7 +249,7 @@ def table(said: dict[str, Any]) -> str:
 
 
 def page(said: dict[str, Any]) -> str:
-    """docs/badges.md, from the committed results."""
+    """Return docs/badges.md, from the committed results."""
     text = [
         "# Badge list, executed",
         "",
@@ -306,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def factor(text: str) -> float:
-    """Of --patience."""
+    """Parse --patience: a finite number above 0."""
     with contextlib.suppress(ValueError):
         if math.isfinite(found := float(text)) and found > 0:
             return found

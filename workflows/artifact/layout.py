@@ -1,4 +1,4 @@
-"""Where things lie in a bundle, and how its files are listed."""
+"""Layout of a bundle, and the list of its files."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 MANIFEST, SUMS = "artifact.json", "SHA256SUMS"
 SOURCE, RECORDS, TABLES, FIGURES = "source", "records", "tables", "figures"
-TRACE = ".trace.csv"  # ends the name of what was sampled in a run, beside its record
+TRACE = ".trace.csv"  # suffix of the file next to a run's record that has the run's samples
 APPENDIX, CLAIMS, CRATE, README = "appendix", "claims.json", "ro-crate-metadata.json", "README.md"
 MADE = (TABLES, FIGURES, APPENDIX, CLAIMS, CRATE, README)  # folders and files that a check makes again
-GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # what it makes them from
-# Of config.yaml: what says which records are an exhibit's.
+GIVEN = (SOURCE, RECORDS, MANIFEST, SUMS)  # the inputs of that check
+# Keys of config.yaml that determine which records an exhibit uses.
 CONFIGURED = ("experiments", "published_dir", "reference_dir")
-EXPECTED = "expected.json"  # of a check: what the sources say that exhibits and records should be
+EXPECTED = "expected.json"  # written by a check: exhibits and records that the sources ask for
 FORMAT = 2
-ANY = "*"  # in what is expected of a record: whatever it says
-# What artifact.json says, and the packages that decide the bytes of a table or picture.
+ANY = "*"  # matches any value in the expectation of a record
+# Keys of artifact.json, and the packages that determine the bytes of a table or picture.
 KEYS: tuple[str, ...] = ("format", "version", "profile", "commit", "committed", "changed_since", "config", "packages")
 KEYS += ("measured_by_other_code", "exhibits")
 DRAWN_WITH = ("matplotlib", "numpy", "pandas", "seaborn", "snakemake")
 
 
 def name_of(version: str, profile: str) -> str:
-    """memascend-<version>-<profile>, as the zip and its one folder are called."""
+    """Return memascend-<version>-<profile>, the name of the zip and of its one folder."""
     return f"memascend-{version}-{profile}"
 
 
@@ -34,17 +34,17 @@ def sha256(path: Path) -> str:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Every file below a folder, as a path in it, sorted."""
+    """Yield every file in a folder and its subfolders as a relative path, sorted."""
     yield from sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """Path -> SHA-256 of every file below a folder, the list itself left out."""
+    """Return path -> SHA-256 of every file in a folder, except for the list of sums itself."""
     return {name: sha256(folder / name) for name in files_in(folder) if name != SUMS}
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The list that a bundle holds. ValueError, in one line, where there is none or a line is no sum."""
+    """Return a bundle's list of sums; raise a one-line ValueError if it is missing or a line is malformed."""
     path = folder / SUMS
     if not path.is_file():
         raise ValueError(f"{path.name} is missing: this is not a bundle, or not all of one")

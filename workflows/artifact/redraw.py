@@ -31,7 +31,7 @@ from workflows.run.no_result import KIND as NO_RESULT
 from workflows.run.provenance import record_key
 
 PACKAGES = ("hardware", "memascend", "workflows")
-# Program of a run -> kind of its record.
+# Program of a run -> kind of its record
 KINDS = {"training": "training", "bench": "bench", "interleaved": "step-times", "path_twin": "step-times"}
 KINDS |= {"probe": "testbed"}
 
@@ -41,7 +41,7 @@ def lane(paper: str, out: Path) -> None:
 
 
 def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
-    """Table, list of runs and picture of one exhibit."""
+    """Write the table, list of runs and picture of one exhibit."""
     if not wanted["table"]:
         figure.make(name, out / FIGURES)
         return
@@ -59,11 +59,11 @@ def exhibit(name: str, wanted: dict[str, Any], bundle: Path, out: Path) -> None:
 
 
 def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
-    """Of a bundle; the working folder is its sources."""
+    """Redraw a whole bundle; the working directory must be its sources."""
     manifest = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
     wanted = expected(manifest["profile"], bundle / RECORDS, experiments)
     write_json(out / EXPECTED, wanted)
-    manifest["exhibits"] = wanted["exhibits"]  # its own may name any file, and are compared with these
+    manifest["exhibits"] = wanted["exhibits"]  # the manifest's own may name any file, and are compared later
     for folder in ("modelled", "exhibits", "runs"):
         (out / TABLES / folder).mkdir(parents=True, exist_ok=True)
     (out / FIGURES).mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
     claims.write(decided, out / TABLES / "claims.csv")
     site = gather(out / TABLES / "claims.csv", out / FIGURES, out / TABLES / "runs", manifest["profile"])
     report.write(site, out / FIGURES, bundle / RECORDS)
-    for given in (SOURCE, RECORDS):  # what the descriptions are made from besides
+    for given in (SOURCE, RECORDS):  # further inputs of the descriptions
         (out / given).symlink_to(bundle / given)
     describe(out, manifest)
     for given in (SOURCE, RECORDS):
@@ -85,8 +85,11 @@ def everything(bundle: Path, out: Path, experiments: Path | None) -> None:
 
 
 def expected(profile: str, records: Path, experiments: Path | None = None) -> dict[str, Any]:
-    """What the sources say that a profile's exhibits are drawn from, and what each record has to be of; of the bundle's
-    own configuration nothing counts. `experiments`: another list of runs, of who checks."""
+    """Return what a profile's exhibits are drawn from and what each record must be, according to the sources.
+
+    The bundle's own configuration does not count. `experiments` is another list of runs, given by the person who
+    checks.
+    """
     config = yaml.safe_load(Path("workflows/config/config.yaml").read_text(encoding="utf-8"))
     named = {} if experiments is None else {"experiments": str(experiments)}
     known = Configuration(config | {"profile": profile} | named, [])
@@ -97,18 +100,19 @@ def expected(profile: str, records: Path, experiments: Path | None = None) -> di
 
 @functools.cache
 def programs() -> dict[str, Any]:
-    """Those that make records, by the names of runs."""
-    from workflows.run import bench, interleaved, path_twin, training  # seconds, which a refusal need not take
+    """Return the programs that make records, by the names that runs have for them."""
+    from workflows.run import bench, interleaved, path_twin, training  # slow imports, not needed to refuse
 
     return {"training": training, "bench": bench, "interleaved": interleaved, "path_twin": path_twin}
 
 
 def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
-    """Of a record what its run's command line says, the code that makes it, and the key that its own fields have."""
+    """Return the fields that a record must have by its run's command line, its code digest, and the key of its own
+    fields."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         key = {"key": record_key(record)}
-    except (OSError, ValueError, TypeError, RecursionError):  # which the check has said
+    except (OSError, ValueError, TypeError, RecursionError):  # the check has reported this already
         record, key = {}, {"key": ""}
     run_id, run = path.stem, known.run(path.stem)
     fields: dict[str, Any] = {"lane": "measured"}
@@ -119,8 +123,8 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
         module = programs()[run["module"]]
         args = module.parse(["--run-id", run_id, "--out", path.name, *shlex.split(run["words"])])
         fields |= module.requested(args)
-    fields.pop("time_limit_s", None)  # nothing is measured with it
-    if run["module"] == "bench":  # its drive is another where a node has one
+    fields.pop("time_limit_s", None)  # it does not influence a measurement
+    if run["module"] == "bench":  # the drive may differ on a node
         options = fields["points_requested"]["options"]
         options[:] = [ANY if before == "--folder" else each for before, each in zip(["", *options], options)]
     code = {
@@ -131,7 +135,7 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
 
 
 def refuse_foreign(source: Path) -> None:
-    """ValueError where a module of ours was imported from another installation and not from `source`."""
+    """Raise ValueError if a module of ours was imported from an installation other than `source`."""
     ours = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] in PACKAGES]
     places = {name: getattr(module, "__file__", None) for name, module in ours}
     found = [name for name, place in places.items() if place and not Path(place).resolve().is_relative_to(source)]

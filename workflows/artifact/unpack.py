@@ -1,4 +1,5 @@
-"""Unpack a zip whose author is not known: what other programs would read otherwise, or write elsewhere, is refused."""
+"""Unpack a zip from an unknown author, and refuse one that programs would read differently or that
+leaves its folder."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # types of an entry; 0 where the program that packed it says none
-# Extra fields of an entry: sizes over 4 GiB, and times and owners, which other programs add.
+REGULAR = (0, stat.S_IFREG, stat.S_IFDIR)  # file types of an entry; 0 if the program that packed it stores none
+# Kinds of extra fields that other programs add: sizes over 4 GiB, times and owners.
 HARMLESS = {0x0001, 0x000A, 0x5455, 0x5855, 0x7855, 0x7875}
-LARGEST = 4 << 30  # bytes that are unpacked; a bundle of all profiles has less than a twentieth of it
-_STREAMS = 1 << 3  # flag of an entry: its sizes come after it
-_STREAMED = (12, 16, 20, 24)  # so many bytes of them
+LARGEST = 4 << 30  # limit in bytes; a bundle of all profiles has less than a twentieth of it
+_STREAMS = 1 << 3  # flag of an entry: its sizes follow its data
+_STREAMED = (12, 16, 20, 24)  # possible lengths of these sizes in bytes
 
 
 def unpack(bundle: Path, into: Path) -> Path:
-    """The one folder that the zip holds. ValueError, to which the caller adds the zip's name, for what is no bundle or
-    holds paths that lead out of it."""
+    """Unpack a bundle and return its one folder.
+
+    Raises ValueError if the zip is no bundle or contains paths that lead out of it; the caller adds the zip's name.
+    """
     try:
         with zipfile.ZipFile(bundle) as file:
             names = [PurePosixPath(name) for name in file.namelist()]
@@ -50,7 +53,7 @@ def unpack(bundle: Path, into: Path) -> Path:
         raise ValueError(f"it cannot be read as a zip: {error}; copy or download it again") from None
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror or error}") from None
-    except (RuntimeError, NotImplementedError) as error:  # encrypted, or compressed in another way
+    except (RuntimeError, NotImplementedError) as error:  # encrypted, or an unknown compression method
         raise ValueError(f"this program cannot read such a zip: {error}") from None
     folders = {name.parts[0] for name in names}
     folder = into / min(folders, default="")
@@ -61,8 +64,11 @@ def unpack(bundle: Path, into: Path) -> Path:
 
 
 def is_dense(file: zipfile.ZipFile) -> bool:
-    """Whether the files follow one another, up to the list at the end, and nothing comes after it: what lies between
-    them, other programs may take for files. Sizes may follow a file, where the program that packed it streamed."""
+    """Return whether the files follow one another up to the list at the end, and nothing comes after that list.
+
+    Other programs may take bytes between files for further files. A file's sizes may follow it if the program that
+    packed the zip streamed it.
+    """
     assert file.fp is not None
     end = 0
     for entry in sorted(file.infolist(), key=lambda each: each.header_offset):
@@ -81,8 +87,10 @@ def is_dense(file: zipfile.ZipFile) -> bool:
 
 
 def extras(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int]:
-    """Kinds of the extra fields of an entry, in the list at the zip's end and in front of the file itself: one can name
-    the file anew, for programs that heed it. -1 for what is none."""
+    """Yield the kinds of an entry's extra fields, both in the list at the zip's end and in front of the file itself.
+
+    Such a field can give the file another name for programs that read it. A malformed field yields -1.
+    """
     assert file.fp is not None
     file.fp.seek(entry.header_offset + 26)
     name, extra = struct.unpack("<HH", file.fp.read(4))
@@ -96,7 +104,7 @@ def extras(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int]:
 
 
 def extract(file: zipfile.ZipFile, into: Path) -> None:
-    """All of it. ValueError names the entry that cannot be written: what is wrong is its name, or the disk."""
+    """Extract all entries; raise ValueError that names an entry that cannot be written (a bad name, or the disk)."""
     for entry in file.infolist():
         try:
             file.extract(entry, into)

@@ -65,7 +65,7 @@ NO_NETWORK = (["unshare", "--net"], ["unshare", "--map-root-user", "--net"])
 
 
 def refuse_parts(folder: Path) -> None:
-    """ValueError where a part is missing without which nothing can be checked."""
+    """Raise ValueError if a part is missing that every check needs."""
     wanted = [SUMS, MANIFEST, TABLE_OF_CLAIMS, SOURCE]
     if missing := [name for name in wanted if not (folder / name).exists()]:
         are = "is" if len(missing) == 1 else "are"
@@ -73,13 +73,13 @@ def refuse_parts(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> list[str]:
-    """Files that are not what the list of sums says, are missing, or are not in it."""
+    """Return files that do not match the list of sums, are missing, or are not listed."""
     said, found = read_sums(folder), sums_of(folder)
     return sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
 
 
 def unknown(folder: Path) -> list[str]:
-    """Files that no part of a bundle is made of, and empty folders."""
+    """Return files that belong to no part of a bundle, and empty folders."""
     empty = [path for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir())]
     found = [name for name in files_in(folder) if name.partition("/")[0] not in (*MADE, *GIVEN)]
     return found + sorted(f"{path.relative_to(folder).as_posix()}/" for path in empty)
@@ -125,7 +125,7 @@ def is_text_to_text(value: Any) -> bool:
 
 
 def other_packages(manifest: dict[str, Any]) -> list[str]:
-    """Packages that are not of the version with which the bundle was made."""
+    """Return the packages whose version differs from the one that the bundle was made with."""
     here = {name: installed(name) for name in manifest["packages"]}
     return [
         f"{name} {here[name] or 'is not installed'} ({wanted} in the bundle)"
@@ -144,7 +144,7 @@ def installed(package: str) -> str:
 
 
 def without_network() -> list[str]:
-    """How to start a program that has no network; nothing where this is not allowed."""
+    """Return the prefix that starts a program without a network; empty if this is not allowed."""
     if shutil.which("unshare"):
         for words in NO_NETWORK:
             if not subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
@@ -153,8 +153,10 @@ def without_network() -> list[str]:
 
 
 def given_otherwise(folder: Path, manifest: dict[str, Any], *, experiments: bool) -> tuple[list[str], bool]:
-    """Print what was found of sources, configuration and records; those that are not what they should be, and whether
-    sources could be compared."""
+    """Print the findings on sources, configuration and records.
+
+    Returns those that are wrong, and whether the sources could be compared with a commit.
+    """
     text, sources = other_sources(folder, manifest)
     if is_compared := not text.startswith("sources are not"):
         line(not sources, text, sources)
@@ -170,14 +172,16 @@ def given_otherwise(folder: Path, manifest: dict[str, Any], *, experiments: bool
 
 
 def take_away(folder: Path) -> None:
-    """What is to be made again, so that nothing can be copied from it."""
+    """Delete the parts that are to be made again, so that nothing can be copied from them."""
     for name in MADE:
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
 
 
 def expected_otherwise(folder: Path, manifest: dict[str, Any], out: Path) -> list[str]:
-    """Print whether artifact.json lists the exhibits, and for each the records, that the sources say, and whether the
-    records are of the runs in their names; those that are not."""
+    """Print and return where artifact.json and the records differ from what the sources say.
+
+    Checked are the list of exhibits with their records, whether records are of the runs in their names, and their code.
+    """
     expected = json.loads((out / EXPECTED).read_text(encoding="utf-8"))
     (out / EXPECTED).unlink()
     try:
@@ -203,15 +207,16 @@ def expected_otherwise(folder: Path, manifest: dict[str, Any], out: Path) -> lis
 
 
 def redraw(folder: Path, out: Path, *, build: bool, experiments: Path | None = None) -> str:
-    """Run the bundle's own sources on it; whether there was a network. ValueError with what they said where they fail.
+    """Run the bundle's own sources on it, and return in words whether there was a network.
 
     The planner allocates with the library's own classes, so it needs the C++ extension: built from the bundle's
-    sources, or with `build` False the one that is installed."""
+    sources, or with `build` False the installed one. Raises ValueError with the program's last message if it fails.
+    """
     isolated, source = without_network(), folder / SOURCE
     if build:
         run([*isolated, sys.executable, "setup.py", "-q", "build_ext", "--inplace"], source, "building the extension")
     else:
-        installed = importlib.util.find_spec("memascend._C")  # not imported: that takes torch's libraries
+        installed = importlib.util.find_spec("memascend._C")  # not imported, since that would load torch's libraries
         if installed is None or installed.origin is None:
             raise ValueError("--no-build: memascend's C++ extension is not installed; run without it, or make setup")
         shutil.copy(installed.origin, source / "memascend")
@@ -233,7 +238,7 @@ def run(command: list[str], source: Path, what: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it starts ends with it
+        start_new_session=True,  # so that processes that it starts end with it
     )
     try:
         said, _ = child.communicate()
@@ -242,13 +247,15 @@ def run(command: list[str], source: Path, what: str) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if child.returncode:
-        lines = said.replace(f"{source.parent}/", "").strip().splitlines()  # no temporary folder
+        lines = said.replace(f"{source.parent}/", "").strip().splitlines()  # without the temporary folder
         raise ValueError(f"{what} failed: {lines[-1] if lines else f'exit status {child.returncode}'}")
 
 
 def compared(said: dict[str, str], out: Path) -> dict[str, list[str]]:
-    """For each kind of file what differs of all that is made again; `said` are the bundle's sums, checked before any of
-    its programs ran."""
+    """Return for each kind of file the names that differ among all that is made again.
+
+    `said` are the bundle's sums, which were checked before any of its programs ran.
+    """
     theirs = {name: digest for name, digest in said.items() if name.partition("/")[0] in MADE}
     ours, found = sums_of(out), {}
     for name in sorted(theirs | ours):
@@ -273,7 +280,7 @@ def counted(said: dict[str, str], out: Path) -> Counter[str]:
 
 
 def flipped(theirs: dict[tuple[str, str], str], ours: dict[tuple[str, str], str]) -> list[str]:
-    """Claims that are decided otherwise than the bundle says."""
+    """Return the claims whose verdict differs from the bundle's."""
     return [
         f"{claim}, {lane}: {theirs.get((claim, lane), 'not there')} in the bundle, "
         f"{ours.get((claim, lane), 'not there')} when decided again"
@@ -293,8 +300,10 @@ def verdicts(path: Path) -> dict[tuple[str, str], str]:
 
 
 def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experiments: Path | None = None) -> bool:
-    """Print a line for each kind of file; whether all is equal. `experiments`: the list of runs that records have to be
-    of, where it is not the sources'."""
+    """Print a line for each kind of file, and return whether everything is equal.
+
+    `experiments` is the list of runs that the records must match, if it is not the sources'.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memascend-verify-") as temporary:
         folder, out = unpack(bundle, Path(temporary) / "bundle"), Path(temporary) / "again"
@@ -319,7 +328,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
             exhibits = f"{len(manifest['exhibits'])} exhibits"
             print(f"FAIL  {printable(bundle.name)}, {exhibits}: nothing of it was run, so nothing was drawn again")
             if keep is not None:
-                keep.rmdir()  # as nothing is in it
+                keep.rmdir()  # it is empty
             return False
         take_away(folder)
         try:
@@ -349,7 +358,7 @@ def check(bundle: Path, keep: Path | None = None, *, build: bool = True, experim
 
 
 def reason_of(error: BaseException) -> str:
-    """Without the folder of this machine that it names."""
+    """Return the error's message without a folder of this machine."""
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
@@ -364,7 +373,7 @@ def note(text: str) -> None:
 
 
 def new_folder(path: Path) -> None:
-    """Of --keep. ValueError where it exists or cannot be made."""
+    """Create the folder of --keep; raise ValueError if it exists or cannot be created."""
     if path.exists():
         raise ValueError(f"--keep {path} exists: name a new folder")
     ready(path, "--keep")
@@ -386,7 +395,7 @@ def main() -> int:
         help="list of runs that the bundle was made with, where it is not the project's own",
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder goes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the temporary folder is removed
     try:
         if not args.bundle.is_file():
             what = f"{args.bundle} is not a file" if args.bundle.exists() else f"there is no {args.bundle}"
@@ -394,7 +403,7 @@ def main() -> int:
         if args.experiments is not None and not args.experiments.is_file():
             raise ValueError(f"--experiments: there is no file {args.experiments}")
         if args.keep is not None:
-            new_folder(args.keep)  # before the minutes that a check takes
+            new_folder(args.keep)  # before the minutes of the check
     except (ValueError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -402,7 +411,7 @@ def main() -> int:
         return 0 if check(args.bundle, args.keep, build=not args.no_build, experiments=args.experiments) else 1
     except (ValueError, OSError) as error:
         if args.keep is not None:
-            with contextlib.suppress(OSError):  # where nothing was put
+            with contextlib.suppress(OSError):  # fails if it has files
                 args.keep.rmdir()
         print(f"error: {printable(str(args.bundle))}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return 2

@@ -32,9 +32,9 @@ def project() -> dict[str, Any]:
 
 
 def papers() -> list[dict[str, Any]]:
-    """Title, authors and, where known, `doi`, `venue` and `year` of each paper, in the project's order.
+    """Return title, authors and, where known, `doi`, `venue` and `year` of each paper, in the project's order.
 
-    An arXiv number is a DOI and a year, that of its first version.
+    An arXiv number gives a DOI, and the year of its first version.
     """
     found = []
     for name in registry.PAPERS:
@@ -81,7 +81,7 @@ def citation_file() -> str:
 
 
 def reference(paper: dict[str, Any]) -> str:
-    """Authors, title, venue and year in one line."""
+    """Return authors, title, venue and year in one line."""
     place = ", ".join(str(paper[key]) for key in ("venue", "year") if paper[key])
     return f"{', '.join(paper['authors'])}. {paper['title']}.{f' {place}.' if place else ''}"
 

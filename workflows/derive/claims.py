@@ -35,17 +35,20 @@ PLANNER = {each.name: each for each in (*CALIBRATIONS, PROCESS_OVERHEAD)}
 
 
 class Missing(Exception):
-    """The rows that a claim needs are not in this lane's table; the message says which."""
+    """The rows that a claim needs are missing from this lane's table; the message names them."""
 
 
 class NoResult(Exception):
-    """A run that the claim needs was made and has no number; the message says why."""
+    """A run that the claim needs was made without a result; the message says why."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A line of claims.csv. `history` is empty unless the claim was changed, or written, after its result was known;
-    `deviates_because` unless the verdict is *deviates* and somebody has found the cause."""
+    """A line of claims.csv.
+
+    `history` is empty unless the claim was changed, or written, after its result was known; `deviates_because` unless
+    the verdict is *deviates* and the cause is known.
+    """
 
     claim_id: str
     exhibit_id: str
@@ -65,7 +68,7 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """The value with its unit, as a reader wants it; empty where there is none."""
+        """The value with its unit for readers; empty if there is none."""
         return with_unit(value_text(float(self.value)), self.unit) if self.value else ""
 
     @property
@@ -74,7 +77,10 @@ class Verdict:
 
 
 def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
-    """The one row that matches; of several twins on one host the largest, with one rank."""
+    """Return the one row that matches; among several twins on one host, the largest with one rank.
+
+    Raises Missing if none matches, and TableError if the selector is ambiguous.
+    """
     unknown = [column for column in selector if column not in tidy.COLUMNS]
     if unknown:
         raise tidy.TableError(f"claims: selector {selector}: {unknown[0]!r} is no column of the tidy table")
@@ -96,7 +102,7 @@ def select(rows: pd.DataFrame, selector: dict[str, Any]) -> pd.Series:
 
 
 def described(selector: dict[str, Any]) -> str:
-    """The row that a selector asks for, in words."""
+    """Return in words the row that a selector asks for."""
     given = dict(selector)
     what = given.pop("metric", "a row")
     series, place = given.pop("series", None), given.pop("x_name", None)
@@ -107,9 +113,9 @@ def described(selector: dict[str, Any]) -> str:
 
 
 def failed_run(rows: pd.DataFrame, selector: dict[str, Any]) -> str | None:
-    """Why a measured row is missing, where a run that it comes from failed: the text that stands for its result.
+    """Return why a measured row is missing if a run that it comes from failed: the text in place of its result.
 
-    A failed run leaves one row, with "N/A (...)" in place of its peak: it fits where no column but the metric differs.
+    A failed run leaves one row with "N/A (...)" in place of its peak; that row fits if it differs only in the metric.
     """
     failed = rows[(rows["lane"] == "measured") & rows["value"].str.startswith("N/A")]
     for column, value in selector.items():
@@ -119,7 +125,7 @@ def failed_run(rows: pd.DataFrame, selector: dict[str, Any]) -> str | None:
 
 
 class Computation:
-    """The value of one claim in one lane; remembers the testbeds it read."""
+    """The value of one claim in one lane; `testbeds` collects the testbeds of the rows that it read."""
 
     def __init__(self, rows: pd.DataFrame, claim: dict[str, Any], twin_scale: bool) -> None:
         self.rows, self.claim, self.twin_scale = rows, claim, twin_scale
@@ -135,13 +141,13 @@ class Computation:
             try:
                 results.append(self._once({column: value}))
             except Missing:
-                missing.append(str(value))  # a run without a result is told at once: NoResult goes through
+                missing.append(str(value))  # a run without a result raises NoResult, which is not caught
         if missing:
             raise Missing(f"{self._named(column)} {', '.join(missing)}")
         return JOINS[self.claim["join"]](results)
 
     def _named(self, column: str) -> str:
-        """Return a column as a reader knows it: of x its name, such as "context (tokens)"."""
+        """Return a column by the name that readers know: for x its name, such as "context (tokens)"."""
         operands = [each for name, each in self.claim["compute"].items() if name != "operation"]
         selectors = [one for each in operands for one in (each if isinstance(each, list) else [each])]
         names = [one["x_name"] for one in selectors if "x_name" in one]
@@ -185,7 +191,7 @@ class Computation:
 
 
 def expected_ends(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, float]:
-    """(lowest, highest) accepted value before the tolerance; an open end is infinite."""
+    """Return (lowest, highest) expected value before the tolerance; an open end is infinite."""
     source = lane if "expected" in lane or "expected_range" in lane else claim
     if "expected" in source:
         return float(source["expected"]), float(source["expected"])
@@ -198,7 +204,7 @@ def with_unit(number: str, unit: str) -> str:
 
 
 def expected_text(low: float, high: float, unit: str, tolerance: Tolerance | None) -> str:
-    """An expectation as a reader wants it, with its unit; a tolerance of 0 makes one value an exact one."""
+    """Return an expectation with its unit for readers; with a tolerance of 0, a single value is called exact."""
     if low == high:
         exactly = "exactly " if tolerance is not None and not tolerance.margin(low) else ""
         return exactly + with_unit(f"{low:,.6g}", unit)
@@ -208,19 +214,22 @@ def expected_text(low: float, high: float, unit: str, tolerance: Tolerance | Non
 
 
 def basis_of(claim: dict[str, Any], lane: str) -> str:
-    """What the claim's verdict in that lane rests on."""
+    """Return the basis of the claim's verdict in that lane."""
     return claim["basis"] if isinstance(claim["basis"], str) else claim["basis"][lane]
 
 
 def rests_on(claim: dict[str, Any], lane: str, testbeds: Sequence[str] = ()) -> str:
-    """What a verdict presupposes: the claim's own words, or, in the modelled lane, the constants behind its exhibit on
-    the testbeds whose rows it read."""
+    """Return what a verdict presupposes.
+
+    This is the claim's own words or, in the modelled lane, the constants behind its exhibit on the testbeds that it
+    read.
+    """
     own = claim.get("rests_on", "")
     if basis_of(claim, lane) == TWIN:
         return OF_A_TWIN
     if basis_of(claim, lane) != HELD_OUT:
         return own
-    if lane != "modelled":  # a run takes no constant of the model
+    if lane != "modelled":  # a measured verdict does not depend on the model's constants
         return ""
     if own and basis_of(claim, "measured") in (HELD_OUT, TWIN):
         return own
@@ -229,10 +238,10 @@ def rests_on(claim: dict[str, Any], lane: str, testbeds: Sequence[str] = ()) -> 
 
 
 def constants_behind(claim: dict[str, Any], testbeds: Sequence[str] = ()) -> dict[str, Calibration]:
-    """The constants that calibrations.yaml lists behind a claim, the paper's own and the planner's, by name.
+    """Return the constants that calibrations.yaml lists behind a claim, the paper's own and the planner's, by name.
 
-    A group names exhibits and, where only some of their rows take the constants, the `metrics` or the testbeds of
-    these rows (`rows_of`); a claim that read none, since nothing decided it, gets those of all testbeds.
+    A group names exhibits and, where only some of their rows use the constants, the `metrics` or testbeds (`rows_of`)
+    of these rows. A claim that read no rows, since nothing decided it, gets the constants of all testbeds.
     """
     paper = paper_of(claim["exhibit_id"])
     if paper not in registry.PAPERS:
@@ -249,7 +258,7 @@ def constants_behind(claim: dict[str, Any], testbeds: Sequence[str] = ()) -> dic
 
 
 def meets(group: dict[str, Any], key: str, read: Collection[str]) -> bool:
-    """Whether a group of constants is behind what was read: it names some of it, or does not choose."""
+    """Return whether a group of constants applies to what was read: it names some of it, or restricts nothing."""
     return key not in group or not read or not set(group[key]).isdisjoint(read)
 
 
@@ -261,8 +270,10 @@ def found_how(each: Calibration) -> str:
 
 
 def rows_expected(claim: dict[str, Any]) -> list[str]:
-    """Ids of the published rows that a claim's expectation is made of, as in `Calibration.solved_from`: exhibit (with
-    its subfigure, where the claim names one), series, model, x and metric."""
+    """Return the ids of the published rows that a claim's expectation comes from, as in `Calibration.solved_from`.
+
+    An id has exhibit (with the subfigure, if the claim names one), series, model, x and metric.
+    """
     ids = []
     for row in selectors(claim):
         cells = (row.get(column, "") for column in ("series", "model", "x_value", "metric"))
@@ -271,7 +282,7 @@ def rows_expected(claim: dict[str, Any]) -> list[str]:
 
 
 def selectors(claim: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every row that a claim is computed from, with the column of `over` in it."""
+    """Return the selector of every row that a claim is computed from, including the column of `over`."""
     fixed = [{c: v} for c, values in claim["over"].items() for v in values] if "over" in claim else [{}]
     operands = [operand for name, operand in claim["compute"].items() if name != "operation"]
     several = [selector for operand in operands for selector in (operand if isinstance(operand, list) else [operand])]
@@ -279,7 +290,8 @@ def selectors(claim: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refuse_circular(claim: dict[str, Any]) -> None:
-    """A modelled value may not be judged as held out by a row that a constant behind it was solved from."""
+    """Raise TableError if a modelled verdict counts as held out although a constant behind it was
+    solved from its rows."""
     if basis_of(claim, "modelled") == HELD_OUT:
         try:
             mine = constants(paper_of(claim["exhibit_id"])).values()
@@ -289,7 +301,8 @@ def refuse_circular(claim: dict[str, Any]) -> None:
 
 
 def history(claim: dict[str, Any], lane: str) -> str:
-    """When a claim was committed, and what of it or of its tolerance was changed when; empty where nothing was."""
+    """Return when a claim was committed, and when it or its tolerance was changed and how; empty if nothing was
+    changed."""
 
     def when(stamp: dict[str, str]) -> str:
         return stamp["at"] + (f" ({stamp['commit']})" if "commit" in stamp else "")
@@ -302,7 +315,7 @@ def history(claim: dict[str, Any], lane: str) -> str:
 
 
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:
-    """The verdict of one claim in one lane of its exhibit's table."""
+    """Return the verdict of one claim in one lane of its exhibit's table."""
     lane = claim["lanes"][lane_name]
     low, high = expected_ends(claim, lane)
     common = {name: claim[name] for name in ("exhibit_id", "unit", "sentence")}
@@ -335,13 +348,13 @@ def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdic
 
 
 def of_built(claims: list[dict[str, Any]], entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Claims whose exhibit is built; those of the others are only committed, before their first run."""
+    """Return the claims whose exhibit is built; the others are only committed, before their first run."""
     built = {entry["id"] for entry in entries if entry["status"] == "built"}
     return [claim for claim in claims if claim["exhibit_id"] in built]
 
 
 def decide_modelled(claims: list[dict[str, Any]], table: Path) -> list[Verdict]:
-    """The modelled lane of every claim, from that lane's one table of all exhibits."""
+    """Decide the modelled lane of every claim from that lane's table of all exhibits."""
     rows = tidy.read_table(table)
     for claim in claims:
         refuse_circular(claim)
@@ -349,7 +362,7 @@ def decide_modelled(claims: list[dict[str, Any]], table: Path) -> list[Verdict]:
 
 
 def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
-    """Both lanes of every claim; tables are ``<tables>/<exhibit id>.csv``."""
+    """Decide both lanes of every claim; the tables are ``<tables>/<exhibit id>.csv``."""
     read: dict[str, pd.DataFrame] = {}
     out = []
     for claim in claims:
@@ -362,12 +375,12 @@ def decide_all(claims: list[dict[str, Any]], tables: Path) -> list[Verdict]:
 
 
 def value_text(value: float) -> str:
-    """Four digits, and all of a larger number."""
+    """Format a value with four digits, or all integer digits of a number from 1000."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def score(verdicts: list[Verdict], lane: str, basis: str = HELD_OUT) -> str:
-    """A lane's verdicts of one basis, in words."""
+    """Return a lane's verdicts of one basis in words."""
     return registry.scored(v.verdict for v in verdicts if v.lane == lane and v.basis == basis)
 
 

@@ -1,4 +1,4 @@
-"""Have a program of workflows.derive run by the server that has imported it; in this process where there is none.
+"""Run a program of workflows.derive in the server that has already imported it, or in this process without a server.
 
 Called for every table and picture, so it starts without the site's packages and imports next to nothing:
 python -IS workflows/derive/draw_client.py MODULE WORDS ...
@@ -11,7 +11,7 @@ import time
 
 
 def request(address: str, module: str, words: list[str]) -> int:
-    """The exit status of what the server was asked for. Raises OSError where nobody serves."""
+    """Have the server run a program and return its exit status; raise OSError if no server answers."""
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     from workflows.run.fork_server import ForkedRun
 

@@ -21,7 +21,7 @@ Grade A follows from the printed numbers alone, B needs one outside fact, C is p
 
 
 def errata_of(paper: str) -> dict[str, Any] | None:
-    """A paper's errata, or None where it has no file; TableError where the file is no such list."""
+    """Return a paper's errata, or None if it has no such file; raise TableError if an entry lacks a field."""
     path = registry.file_of(paper, "errata.yaml")
     found = registry.read(path)
     for entry in found["errata"] if found else ():
@@ -32,7 +32,7 @@ def errata_of(paper: str) -> dict[str, Any] | None:
 
 
 def as_markdown(found: dict[str, Any]) -> str:
-    """A section for each erratum."""
+    """Return a paper's errata as Markdown, one section each."""
     parts = [f"## {found['paper']}\n"]
     for entry in found["errata"]:
         lines = [f"### {entry['id']} · {entry['place']} · grade {entry['grade']}\n", f"> {entry['quote']}\n"]
@@ -45,7 +45,7 @@ def as_markdown(found: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """The whole of docs/errata.md."""
+    """Return the whole text of docs/errata.md."""
     every = (errata_of(paper) for paper in sorted(registry.PAPERS))
     return "\n".join([INTRODUCTION, *(as_markdown(found) for found in every if found)])
 

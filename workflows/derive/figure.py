@@ -37,14 +37,14 @@ AXIS = ("title", "xlabel", "ylabel", "xlim", "ylim")
 
 
 def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
-    """The finished figure of a specification and its tidy rows."""
+    """Return the finished figure of a specification and its tidy rows."""
     data = panel_data.prepared(rows, spec)
     drawn_ones = [p for p in spec["panels"] if not p.get("optional") or p["metric"] in set(data["metric"])]
     panels = [{"_whole": data, **panel} for panel in drawn_ones]
     columns = spec.get("columns", len(panels))
     count = -(-len(panels) // columns)
     size = tuple(spec.get("size", (9.0, 4.2)))
-    if "columns" in spec:  # lines of optional ones go with them
+    if "columns" in spec:  # rows of panels left empty by optional ones are removed
         size = (size[0], size[1] * count / -(-len(spec["panels"]) // columns))
     if panels[0]["kind"] == "table":
         panels[0] = table.unfolded(data, panels[0])
@@ -62,7 +62,7 @@ def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
 
 
 def settle(axis: Axes, panel: dict[str, Any]) -> None:
-    """Titles, labels and limits that the specification gives."""
+    """Apply the titles, labels and limits of the specification."""
     given = {name: panel[name] for name in AXIS if name in panel}
     if "title" in given:
         values = [panel_data.first(panel["_whole"], where) for where in panel.get("title_values", [])]
@@ -80,7 +80,7 @@ def settle(axis: Axes, panel: dict[str, Any]) -> None:
 def head(
     figure: Figure, spec: dict[str, Any], panels: list[dict[str, Any]], drawn: list[list[tuple[str, str]]]
 ) -> float:
-    """Legend above the axes: series in one row, lanes in the next; the inches that it takes."""
+    """Draw the legend above the axes, series in one row and lanes in the next, and return its height in inches."""
     if spec.get("legend") is False or not any(drawn):
         return spec.get("head", 0.15)
     series: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def head(
 
 
 def provenance(rows: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
-    """Lane -> where its numbers come from; for measured: twins, host, commit and date of the records."""
+    """Return lane -> origin of its numbers; for the measured lane twins, host, commit and date of the records."""
     out = {}
     rows = rows[~rows["metric"].str.startswith(tidy.NO_RESULT)]
     reference = tidy.is_reference(rows)
@@ -122,7 +122,7 @@ def provenance(rows: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
 
 
 def places(testbeds: list[str]) -> list[str]:
-    """Testbeds as a reader wants them: the paper's configurations, the twins of a host, a machine."""
+    """Return testbeds as readers know them: the paper's configurations, the twins of a host, a machine."""
     configurations = [t.removeprefix("paper-") for t in testbeds if t.startswith("paper-")]
     twins: dict[str, list[str]] = {}
     for testbed in (t for t in testbeds if "/" in t):
@@ -137,7 +137,7 @@ def places(testbeds: list[str]) -> list[str]:
 
 
 def measured_when(runs: pd.DataFrame) -> str:
-    """Machine, commit and date of the records, not of the drawing."""
+    """Return machine, commit and date of the records, not of the drawing."""
     if runs.empty:
         return ""
     pairs = zip(runs["commit"], runs["dirty"], strict=True)
@@ -148,23 +148,23 @@ def measured_when(runs: pd.DataFrame) -> str:
 
 
 def footer(origins: dict[str, str]) -> str:
-    """The line under the axes."""
+    """Return the line under the axes."""
     said = (f"{lane}: {origin}" for lane, origin in origins.items())
     return "   |   ".join(said) or "a drawing of structure: no numbers"
 
 
-SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows whose seconds were simulated
+SIMULATED = ("memascend.planner.step_time", "memascend.simulator")  # sources of rows with simulated seconds
 
 
 def not_measured(rows: pd.DataFrame) -> list[str]:
-    """Models that another lane shows and no run of this profile measured."""
+    """Return the models that another lane shows and that no run of this profile measured."""
     single = rows[rows["model"].isin(tidy.DISPLAY.values())]
     measured = set(single.loc[(single["lane"] == "measured") & ~tidy.is_reference(single), "model"])
     return sorted(set(single["model"]) - measured)
 
 
 def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict[str, str]) -> str:
-    """The caption as Markdown."""
+    """Return the caption as Markdown."""
     title = f"**{registry.PAPERS[entry['paper']]}, {entry['number']}. {entry['title']}.**"
     out = [f"{title} {' '.join(prose.split())}", ""]
     out += [f"- {lane}: {origin}" for lane, origin in origins.items()]
@@ -185,7 +185,7 @@ def caption(entry: dict[str, Any], prose: str, rows: pd.DataFrame, origins: dict
 
 
 def save(figure: Figure, stem: Path) -> None:
-    """SVG, PDF and PNG without a date in them: the same table gives the same bytes."""
+    """Write SVG, PDF and PNG without a date, so that the same table gives the same bytes."""
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     tidy.atomically(stem.with_suffix(".svg"), lambda path: path.write_text(style.titled(drawing.getvalue())))
@@ -195,7 +195,7 @@ def save(figure: Figure, stem: Path) -> None:
 
 
 def entry_of(exhibit: str) -> dict[str, Any]:
-    """The registry's entry of an exhibit that is built; TableError for any other."""
+    """Return the registry's entry of an exhibit that is built; raise TableError for any other."""
     found = next((e for e in registry.exhibits() if e["id"] == exhibit), None)
     if found is None or found["status"] != "built":
         raise tidy.TableError(f"{exhibit}: not an exhibit that is built; snakemake exhibits lists them")
@@ -203,7 +203,7 @@ def entry_of(exhibit: str) -> dict[str, Any]:
 
 
 def make(exhibit: str, folder: Path, table: Path | None = None, runs: Path | None = None) -> None:
-    """Every file of an exhibit's picture: from its tidy table and one line per run, if it has rows."""
+    """Write every file of an exhibit's picture, from its tidy table and one line per run if it has rows."""
     entry = entry_of(exhibit)
     rows = tidy.read_table(table) if table else pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
     origins = provenance(rows, pd.read_csv(runs, dtype=str, keep_default_na=False) if runs else pd.DataFrame())

@@ -47,7 +47,8 @@ def draw(record: dict[str, Any], target: Path) -> None:
 
 
 def published_gib(model: str) -> dict[str, float]:
-    """What the claims of MemAscend's Fig. 15 quote for that model; nothing for one that is not in it."""
+    """Return the published peaks of that model by system, from the claims of MemAscend's Fig. 15;
+    empty if it has none."""
     quoted = {claim["id"]: claim.get("expected") for claim in registry.claims()}
     ids = {f"memascend-fig15-{model}-{system}": label for system, label in _PUBLISHED.items()}
     return {label: quoted[name] for name, label in ids.items() if name in quoted}

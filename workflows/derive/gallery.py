@@ -22,7 +22,7 @@ SHOWN = (
 
 
 def draw(exhibits: tuple[str, ...], out: Path) -> None:
-    """Write <exhibit>.png of each into a folder."""
+    """Write <exhibit>.png of each exhibit into a folder."""
     known = Configuration(registry.read(registry.ROOT / "workflows/config/config.yaml"), [])
     with tempfile.TemporaryDirectory(prefix="memascend-gallery-") as temporary:
         work = Path(temporary)

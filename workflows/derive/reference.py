@@ -1,12 +1,12 @@
 """Keep this machine's records as a committed reference: results/reference/<host>/, compact, what each run took, and the
 claims that all of the folder's records decide (claims.csv).
 
-A compact record has what rows are derived from, but for curves over time: of its ledger the buffers alive at the peak,
-summed by owner, and no sampled trace. Name the host with MEMASCEND_HOST when measuring.
+A compact record has what rows are derived from, except for curves over time: its ledger has only the buffers live at
+the peak, summed by owner, and the sampled trace is left out. Name the host with MEMASCEND_HOST when measuring.
 
 usage: python -m workflows.derive.reference --records results/raw/*.json [--times-only]
 
-With --times-only nothing but the seconds of the runs is kept: of a busy machine or a changed tree too.
+With --times-only, only the seconds of the runs are kept; this is allowed for a busy machine or a changed tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUMMED = ("requested_bytes", "reserved_bytes", "touched_bytes")
 
 
 def compact(record: dict[str, Any]) -> dict[str, Any]:
-    """What rows are derived from, paths by their names; the key stays that of the whole record."""
+    """Return the part of a record that rows are derived from, with only the names of paths; the key stays the same."""
     out = {name: value for name, value in record.items() if name not in LEFT_OUT}
     if "options" in out:
         out["options"] = {name: without_folder(value) for name, value in record["options"].items()}
@@ -40,14 +40,14 @@ def compact(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_folder(value: Any) -> Any:
-    """An absolute path's name, also in a list; any other value as it is."""
+    """Return the name of an absolute path, also in a list, and any other value unchanged."""
     if isinstance(value, list):
         return [without_folder(each) for each in value]
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def at_peak(ledger: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each owner, role and allocator of the buffers that live at the peak."""
+    """Return one entry per owner, role and allocator for the buffers that are live at the peak."""
     groups = defaultdict(list)
     for entry in ledger:
         if entry.get("at_peak", False):
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def decided_by(folder: Path) -> list[claims.Verdict]:
-    """Every claim whose measured lane the committed records of one machine decide, with its verdict."""
+    """Return the verdict of every claim whose measured lane the committed records of one machine decide."""
     paths = [path for path in sorted(folder.glob("*.json")) if "key" in json.loads(path.read_text())]
     records, verdicts, rows = load(paths), [], {}
     for claim in claims.of_built(registry.claims(), registry.exhibits()):
@@ -102,7 +102,7 @@ def decided_by(folder: Path) -> list[claims.Verdict]:
 
 
 def note_time(path: Path, record: dict[str, Any]) -> None:
-    """Seconds of a run, for the budgets that `snakemake exhibits` prints where nothing has run yet."""
+    """Note the seconds of a run, for the times that `snakemake exhibits` prints before anything has run."""
     times = json.loads(path.read_text()) if path.exists() else {}
     times[record["run_id"]] = round(record.get("wall_s", 0.0), 1)
     tidy.atomically(path, lambda place: place.write_text(json.dumps(dict(sorted(times.items())), indent=1) + "\n"))

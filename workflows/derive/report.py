@@ -19,8 +19,10 @@ ASSETS = ("site.css", "site.js", "compare.js", "timeline.js", "values.js")
 
 
 def write(site: Site, figures: Path, records: Path) -> None:
-    """Write every page, and copy the records of `site` from the folder `records`; pages and records of an earlier
-    report that are no longer shown are deleted."""
+    """Write every page, and copy the records of `site` from the folder `records`.
+
+    Pages and records of an earlier report that are no longer shown are deleted.
+    """
     written = {Path(name): text for name, text in pages.every(site)}
     for name, text in written.items():
         tidy.atomically(figures / name, lambda path, text=text: path.write_text(text, encoding="utf-8"))
@@ -42,7 +44,7 @@ def write(site: Site, figures: Path, records: Path) -> None:
 
 
 def delete_others(folder: Path, kept: set[str]) -> None:
-    """Delete the files of a folder of the report that are not named."""
+    """Delete the files in a folder of the report whose names are not in `kept`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name not in kept:

@@ -1,8 +1,8 @@
-"""A process that has imported what tables and pictures are made with, and forks one for each that is asked for.
+"""A process that has imported what tables and pictures need, and forks one child per requested program.
 
-Imports take longer than a picture. Snakemake starts this program and names its socket in MEMASCEND_DRAW_SERVER; `ask`
-sends a program of workflows.derive there, and runs it itself where nobody serves. Nothing is imported before the first
-request.
+The imports take longer than a picture. Snakemake starts this process and names its socket in MEMASCEND_DRAW_SERVER;
+`draw_client` sends a program of workflows.derive to it, and runs the program itself if no server answers. The imports
+wait for the first request.
 
 usage: python -m workflows.derive.server SOCKET     python -IS workflows/derive/draw_client.py MODULE WORDS ...
 """
@@ -21,7 +21,7 @@ PROGRAMS = ("table", "figure", "claims", "report")
 
 
 def prepare() -> None:
-    """Everything that the programs import or read when they start or draw."""
+    """Import and read everything that the programs need at their start or to draw."""
     import matplotlib.backends.backend_pdf
     import matplotlib.backends.backend_svg  # noqa: F401
 
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 def run(request: Request) -> None:
-    """One program with its words; its status is that of this process."""
+    """Run one program with its arguments; its exit status becomes that of this process."""
     sys.argv = [request["module"], *request["words"]]
     try:
         importlib.import_module(f"workflows.derive.{request['module']}").main()

@@ -21,11 +21,11 @@ from workflows.panels import style
 
 STEM = "simulator"
 MARKS = {"forward": ("^", "sky"), "backward": ("v", "orange"), "optimizer": ("s", "green"), "step": ("D", "black")}
-WITHIN = 20  # per cent, shaded
+WITHIN = 20  # percent; the shaded band
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Each error by system on the left; on the right what share of them is how small."""
+    """Draw each error by system on the left, and on the right the distribution of their sizes."""
     figure, (errors, shares) = style.canvas(2, 1, (9.0, 4.2), [1.7, 1.0])
     runs = list(dict.fromkeys((row["system"], row["arm"]) for row in record["rows"]))
     _errors(errors, record["rows"], runs)

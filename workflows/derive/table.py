@@ -25,12 +25,12 @@ def paper_of(exhibit: str) -> str:
 
 
 def rows_of(paper: str) -> Any:
-    """The module that computes a paper's rows."""
+    """Return the module that computes a paper's rows."""
     return importlib.import_module(f"workflows.papers.{paper}.rows")
 
 
 def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
-    """Rows quoted from the paper. The testbed is the paper's configuration where the text names one."""
+    """Return the rows quoted from the paper; their testbed is the paper's configuration where the text names one."""
     paths = sorted(folder.glob("*.csv"))
     if not paths:
         raise tidy.TableError(f"{folder}: no published numbers (*.csv) here; check published_dir in the configuration")
@@ -44,8 +44,11 @@ def published_rows(folder: Path, exhibit: str) -> pd.DataFrame:
 
 
 def measured_rows(paper: str, records: list[dict[str, Any]], exhibit: str | None = None) -> pd.DataFrame:
-    """Every row that the paper's folder makes of these records, and one for each exhibit of a run without a result.
-    `exhibit`: the one whose records these are, whatever they say."""
+    """Return every row that the paper's folder derives from these records, and one per exhibit of a run without a
+    result.
+
+    `exhibit` names the exhibit that the records belong to, whatever they say themselves.
+    """
     module = rows_of(paper)
     rows = list(module.measured(records)) if hasattr(module, "measured") else []
     missing = [record for record in records if record["kind"] != "training" and record["status"] != "ok"]
@@ -57,7 +60,7 @@ def measured_rows(paper: str, records: list[dict[str, Any]], exhibit: str | None
 
 
 def reference_rows(exhibit: str, records: list[dict[str, Any]], own: pd.DataFrame) -> pd.DataFrame:
-    """What committed records say where ours are coarser or missing: series of their own, named by host and date."""
+    """Return the rows of committed records where ours are coarser or missing, as series named by host and date."""
     parts = [own.iloc[:0]]
     hosts = dict.fromkeys(Path(record["_path"]).parent.name for record in records)
     for host in hosts:
@@ -78,13 +81,14 @@ def reference_rows(exhibit: str, records: list[dict[str, Any]], own: pd.DataFram
 
 
 def twin_k(testbed: str) -> int:
-    """The factor of a twin's testbed ``<host>/<model>-k<k>``; 1 for a full-size one."""
+    """Return the factor k of a twin's testbed ``<host>/<model>-k<k>``; 1 for full size."""
     found = re.search(r"-k(\d+)(-r\d+)?$", testbed)
     return int(found[1]) if found else 1
 
 
 def kept_apart(rows: pd.DataFrame) -> list[tuple[tuple, int]]:
-    """(what a row says, its twin's factor): model, metric and x; the points of a curve over time are one."""
+    """Return (identity, the twin's factor) of each row. The identity is model, metric and x; a
+    curve over time is one."""
     curve = rows["x_name"].isin(("time in ms", "step"))
     x = rows["x_value"].where(~curve, "")
     return [
@@ -94,7 +98,7 @@ def kept_apart(rows: pd.DataFrame) -> list[tuple[tuple, int]]:
 
 
 def assemble(exhibit: str, published: Path, modelled: pd.DataFrame, *measured: pd.DataFrame) -> pd.DataFrame:
-    """The published rows, then those of each lane."""
+    """Return the published rows, followed by those of each lane."""
     lanes = [part[part["exhibit_id"] == exhibit] for part in (modelled, *measured)]
     table = pd.concat([published_rows(published, exhibit), *lanes], ignore_index=True)
     if table.empty:
@@ -113,7 +117,8 @@ def make(
     runs_out: Path | None = None,
     draw_in: Path | None = None,
 ) -> None:
-    """Write an exhibit's table; with `runs_out` its list of runs, with `draw_in` its picture in that folder too."""
+    """Write an exhibit's table; with `runs_out` also its list of runs, with `draw_in` also its
+    picture in that folder."""
     loaded = apart(load(records))
     lanes = [measured_rows(paper_of(exhibit), loaded, exhibit)]
     lanes.append(reference_rows(exhibit, load(reference), lanes[0]))

@@ -1,7 +1,7 @@
-"""The tolerance of a claim, from the one rule of docs/tolerances.md.
+"""The tolerance of a claim, by the one rule of docs/tolerances.md.
 
-The amount is that of the claim's kind of quantity and of the lane (workflows/papers/tolerances.yaml), and never less
-than half a unit of the last digit that the paper prints. A bound is allowed that half unit alone.
+The amount depends on the claim's kind of quantity and the lane (workflows/papers/tolerances.yaml), and is never less
+than half a unit of the last digit that the paper prints. For a bound, that half unit is the whole tolerance.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from workflows import registry, tidy
 
 HISTORY = registry.ROOT / "workflows/papers/tolerance-history.csv"
-WITHOUT = ("order", "exact")  # kinds in which no digit is rounded
+WITHOUT = ("order", "exact")  # kinds of quantity without a rounded digit
 IN_WORDS = "in words"
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The wider of a share of the expected value and an amount in the claim's unit (of shares: points)."""
+    """The larger of a percentage of the expected value and an amount in the claim's unit (for percentages: points)."""
 
     relative_percent: float = 0
     absolute: float = 0
@@ -32,11 +32,11 @@ class Tolerance:
         return 0 if math.isinf(end) else max(abs(end) * self.relative_percent / 100, self.absolute)
 
     def widened(self, low: float, high: float) -> tuple[float, float]:
-        """Both ends moved outwards."""
+        """Return the interval with both ends moved outwards."""
         return low - self.margin(low), high + self.margin(high)
 
     def text(self, low: float, high: float, unit: str) -> str:
-        """What is accepted beside the expectation; empty where nothing is."""
+        """Return in words what is accepted in addition to the expectation; empty if nothing is."""
         finite = [end for end in (low, high) if not math.isinf(end)]
         if not any(self.margin(end) for end in finite):
             return ""
@@ -56,7 +56,7 @@ def points(amount: float) -> str:
 
 
 def of(claim: dict[str, Any], lane: str, low: float, high: float) -> Tolerance:
-    """What a lane may be off, where `low` and `high` are its expectation; its own amount, where it has one."""
+    """Return the tolerance of a claim in a lane whose expectation is `low` to `high`; the claim may set its own."""
     kinds = registry.tolerances()
     kind = kinds.get(claim["quantity"])
     if kind is None:
@@ -72,14 +72,15 @@ def of(claim: dict[str, Any], lane: str, low: float, high: float) -> Tolerance:
 
 
 def half_unit(claim: dict[str, Any]) -> float:
-    """Half a unit of the last digit of the number that the paper prints; 0 where it rounds none."""
+    """Return half a unit of the last digit of the number that the paper prints; 0 if the paper rounds none."""
     if claim["quantity"] in WITHOUT or claim.get("printed") == IN_WORDS:
         return 0
     return max(0.5 * 10.0 ** -decimals(number) for number in printed(claim))
 
 
 def printed(claim: dict[str, Any]) -> list[str]:
-    """The expected number, or both ends of an interval, as the paper prints it: from the quote or from `printed`."""
+    """Return the expected number, or the ends of an interval, as the paper prints them, from the quote or from
+    `printed`."""
     if "printed" in claim:
         return [claim["printed"]]
     ends = [claim["expected"]] if "expected" in claim else [end for end in claim["expected_range"] if end is not None]
@@ -109,5 +110,5 @@ def _moved() -> dict[tuple[str, str], str]:
 
 
 def history(claim_id: str, lane: str) -> str:
-    """How a tolerance was changed, in words; empty where it never was."""
+    """Return in words how a tolerance was changed; empty if it never was."""
     return _moved().get((claim_id, lane), "")

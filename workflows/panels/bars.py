@@ -1,14 +1,14 @@
 """Bars in groups, and stacks of parts.
 
-groups   column of the groups: model (default), series, x_value;   order   its values in order (those named are drawn)
-bars     column beside the lane that tells bars of a group apart (default: series; null: lanes alone)
-metric, where, derive   what is drawn (panels.data);   decimals   of the values above;   form   of them, a format
-inside   values in the bars;   log   a logarithmic axis;   ticks   {group: words under it}
-unnamed   series that the legend leaves out;   narrow, turned   names in two lines, or slanted
-  ranks   in words, what was measured with several ranks
+groups   column of the groups: model (default), series, x_value;   order   its values in order (only these are drawn)
+bars     column that, with the lane, distinguishes bars of a group (default: series; null: lanes only)
+metric, where, derive   what is drawn (panels.data);   decimals   of the values above;   form   their format string
+inside   values in the bars;   log   logarithmic axis;   ticks   {group: label under it}
+unnamed   no series in the legend;   narrow, turned   group names on two lines, or slanted
+  ranks   add a note on what was measured with several ranks
 dashed   {level: number} or {where: ..., text: ...}: a printed value;   over   {where: ..., at: group}: outlined bar
-stacked: parts   {metric: colour} from below;   total   metric of the whole;   by   model (lanes beside) or lane
-  part   the column that names a part, in place of the metric
+stacked: parts   {metric: colour} from below;   total   metric of the whole;   by   model (lanes side by side) or lane
+  part   column that names a part, in place of the metric
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from workflows.panels import data as panel_data
 from workflows.panels import style
 from workflows.tidy import AS_PUBLISHED, MEMASCEND
 
-THIN = 0.002  # of the tallest stack: a slice below cannot be seen
+THIN = 0.002  # fraction of the tallest stack; thinner slices would be invisible
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Bars; (series, lane) of what was drawn."""
+    """Draw bars, and return (series, lane) of each."""
     table = panel_data.shown(table, panel)
     table = table[table["ranks"] == 1]
     groups, within = panel.get("groups", "model"), panel.get("bars", "series")
@@ -58,7 +58,7 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
 
 
 def several_ranks(panel: dict[str, Any]) -> list[str]:
-    """A line for each model that was measured with more than one rank, all ranks added up."""
+    """Return a line per model measured with more than one rank, with the sum over the ranks."""
     table = panel_data.select(panel["_whole"], {"metric": panel["metric"], "lane": "measured"})
     lines = []
     for (model, k, ranks), group in table[table["ranks"] > 1].groupby(["model", "k", "ranks"]):
@@ -71,7 +71,7 @@ def several_ranks(panel: dict[str, Any]) -> list[str]:
 
 
 def bars_of(table: pd.DataFrame, within: str | None, panel: dict[str, Any]) -> list[pd.Series]:
-    """A row of the table for each bar, in drawing order."""
+    """Return the table's row for each bar, in drawing order."""
     out = []
     for series in panel_data.ordered(table["series"], panel.get("series", panel_data.SERIES)) if within else [None]:
         for lane in panel_data.lanes_of(table):
@@ -89,7 +89,7 @@ def value_text(height: float, panel: dict[str, Any]) -> str:
 
 
 def outlined(axis: Axes, panel: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
-    """The printed value around one bar, and a dashed line at another."""
+    """Draw the printed value as an outline around one bar, and a dashed line at another."""
     whole, drawn = panel["_whole"], []
     if (
         "over" in panel
@@ -122,7 +122,7 @@ def scale(axis: Axes, panel: dict[str, Any]) -> None:
 
 
 def name_groups(axis: Axes, names: list[str], panel: dict[str, Any]) -> None:
-    """Names under the groups; on a narrow panel in two lines."""
+    """Write the names under the groups; in a narrow panel on two lines."""
     words = panel.get("ticks", {})
     if panel.get("narrow"):
         words = {name: name.replace("-", "-\n", 1) for name in names} | words
@@ -133,11 +133,14 @@ def name_groups(axis: Axes, names: list[str], panel: dict[str, Any]) -> None:
 
 
 def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Stacks of parts; (part, lane) of what was drawn. `by: model` puts lanes beside, `by: lane` series under lanes."""
+    """Draw stacks of parts, and return (part, lane) of each.
+
+    With `by: model`, lanes are side by side; with `by: lane`, series are grouped by lane.
+    """
     parts, total = panel["parts"], panel.get("total", "")
     table = panel_data.select(table, panel.get("where"))
     table = table.assign(metric=table[panel.get("part", "metric")])
-    for sums in panel.get("sums", []):  # a stack of another's parts
+    for sums in panel.get("sums", []):  # a stack that sums parts of another
         own = panel_data.select(table, {"series": sums["of"], "lane": sums["lane"], "metric": sums["parts"]})
         table = pd.concat([table, own.assign(series=sums["series"])])
     table = table[table["number"].notna() & (table["ranks"] == 1) & table["metric"].isin([*parts, total])]
@@ -163,7 +166,7 @@ def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tupl
         heights = {part: h for part, h in heights.items() if h > THIN * tallest}
         who = mine.iloc[0].copy()
         if panel.get("part") == "x_value":
-            who[["x_name", "x_value"]] = ""  # of its first part
+            who[["x_name", "x_value"]] = ""  # these cells describe only its first part
         drawn += one_stack(axis, position, who, heights, {**panel, "_tallest": tallest})
         stated, top = panel_data.first(mine, {"metric": total}) if total else None, sum(heights.values())
         whole = top if stated is None else stated
@@ -181,7 +184,7 @@ def stacked(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tupl
 def one_stack(
     axis: Axes, at: float, who: pd.Series, heights: dict[str, float], panel: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """`who` is any row of the stack: its parts have the system, the model and the lane in common."""
+    """Draw one stack; `who` is any of its rows, since its parts share system, model and lane."""
     bottom, lane = 0.0, who["lane"]
     for part, height in heights.items():
         bar = axis.bar([at], [height], 0.8, bottom=[bottom], **style.surface(lane, style.colour(part, panel["parts"])))
@@ -196,7 +199,7 @@ def one_stack(
 def head_groups(
     axis: Axes, ticks: list[tuple[float, str]], middles: dict[str, list[float]], outer: str, panel: dict[str, Any]
 ) -> None:
-    """Names under the groups of a model, or lanes above their stacks with each stack's name under it."""
+    """Write model names under the groups, or lanes above their stacks with each stack's name under it."""
     centres = {name: sum(places) / len(places) for name, places in middles.items()}
     if outer == "model":
         axis.set_xticks(list(centres.values()), [panel.get("ticks", {}).get(name, name) for name in centres])

@@ -1,9 +1,9 @@
-"""What panels draw from a tidy table: numbers under one name for all lanes, at the original's size.
+"""The data that panels draw from a tidy table: numbers under one name for all lanes, at the original's size.
 
-A panel's specification selects with `where` ({column: value or list}) and may compute with `derive`:
+A panel's specification selects rows with `where` ({column: value or list}) and may compute with `derive`:
   {less: [A, B]}     100 (1 - B / A) of two series       {remains: [A, B]}  100 B / A of two series
   {share: [M, N]}    100 N / (M + N) of two metrics      {over: M}          the value divided by that of metric M
-`rates` adds bandwidths from the times that it selects.
+`rates` adds bandwidths computed from the times that it selects.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ SERIES = ["ZeRO-Infinity (as published)", "ZeRO-Infinity", "torch.aminmax", "Mem
 
 
 def prepared(table: pd.DataFrame, spec: dict[str, Any]) -> pd.DataFrame:
-    """Every row with the columns `number` and `at` (NaN for text), `k`, `ranks`; of a twin the scaled metric, and of
-    several twins of a model the largest. The specification says which series
-    "both" and "all" are, what to `rename` ({column:
-    {from: to}}) and which printed values are `corrected` ({lane, values: {as printed: as meant}})."""
+    """Return every row with the columns `number` and `at` (NaN for text), `k` and `ranks`.
+
+    A twin's scaled metric replaces its own, and only the largest of several twins of a model is kept. The specification
+    says which series "both" and "all" stand for, what to `rename` ({column: {from: to}}), and which printed values are
+    `corrected` ({lane, values: {as printed: as meant}}).
+    """
     table = table.assign(number=table["value"].map(numeric), at=table["x_value"].map(numeric))
     table = table.astype({"number": float, "at": float})
     found = table["testbed"].str.extract(TWIN)
@@ -49,7 +51,7 @@ def prepared(table: pd.DataFrame, spec: dict[str, Any]) -> pd.DataFrame:
 
 
 def select(data: pd.DataFrame, where: dict[str, Any] | None) -> pd.DataFrame:
-    """Rows that fit every column; a list is any of its values, and null any value."""
+    """Return the rows that fit every column; a list matches any of its values, and null any value."""
     for column, wanted in (where or {}).items():
         if wanted is not None:
             data = data[data[column].isin([*map(str, wanted)] if isinstance(wanted, list) else [str(wanted)])]
@@ -57,10 +59,10 @@ def select(data: pd.DataFrame, where: dict[str, Any] | None) -> pd.DataFrame:
 
 
 def shown(data: pd.DataFrame, panel: dict[str, Any]) -> pd.DataFrame:
-    """The numbers of one panel: its metric, its selection, then what it derives."""
+    """Return the numbers of one panel: its metric, its selection, then what it derives."""
     data = select(data, panel.get("where"))
     derive = panel.get("derive")
-    if "rates" in panel:  # GB/s, from microseconds and the bytes at x
+    if "rates" in panel:  # GB/s, from times in microseconds and the bytes at x
         timed = select(data, panel["rates"])
         data = pd.concat(
             [data, timed.assign(metric=panel["metric"], number=timed["at"] / timed["number"] / 1e3, unit="GB/s")]
@@ -73,7 +75,7 @@ def shown(data: pd.DataFrame, panel: dict[str, Any]) -> pd.DataFrame:
 
 
 def derived(data: pd.DataFrame, how: str, names: Any, metric: str | None) -> pd.DataFrame:
-    """Rows of a quotient; each takes the cells of its last operand."""
+    """Return the rows of a quotient; each has the cells of its last operand."""
     column = "series" if how in ("less", "remains") else "metric"
     if column == "series":
         data = select(data, {"metric": metric})
@@ -92,9 +94,10 @@ def derived(data: pd.DataFrame, how: str, names: Any, metric: str | None) -> pd.
 
 
 def words(row: pd.Series, panel: dict[str, Any], number: float | None = None) -> str:
-    """A value as a reader wants it: which system and model, at what x, in which lane, how much.
+    """Return a value for readers: system and model, x, lane, and amount.
 
-    `number` in place of the row's own, such as a part of a sum."""
+    `number` replaces the row's own number, for example by a part of a sum.
+    """
     number = row["number"] if number is None else number
     twin = f", from a twin of k = {row['k']}" if row["lane"] == "measured" and row["k"] > 1 else ""
     ranks = f", {row['ranks']} ranks" if row["ranks"] > 1 else ""
@@ -111,13 +114,13 @@ def plain(number: float) -> str:
 
 
 def first(data: pd.DataFrame, where: dict[str, Any]) -> float | None:
-    """The first number that fits, or None."""
+    """Return the first number that fits, or None."""
     found = select(data, where)["number"].dropna()
     return float(found.iloc[0]) if len(found) else None
 
 
 def ordered(found: Any, order: list[str]) -> list[str]:
-    """The names that are there: those of `order` in its order, by their beginnings, then the others by name."""
+    """Return the names found: those that begin like an entry of `order` in its order, then the others by name."""
 
     def rank(name: str) -> tuple[int, str]:
         places = [i for i, start in enumerate(order) if name == start or name.startswith(start + " ")]

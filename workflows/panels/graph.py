@@ -1,7 +1,7 @@
 """Boxes and arrows, placed on a grid by the specification: architectures and workflows.
 
 nodes   {name: {at: [column, line], text, colour, size: [w, h], values}};   groups   [{text, at, size}]: frames behind
-values are selectors whose numbers the text's {} show; edges   [[from, to] or [from, to, words]]
+values are selectors whose numbers fill the {} of the text;   edges   [[from, to] or [from, to, words]]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 0.8, 0.55
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Frames, boxes, arrows. Nothing in it has a lane."""
+    """Draw frames, boxes and arrows; return an empty list, since none of them has a lane."""
     axis.axis("off")
     for group in panel.get("groups", []):
         (x, y), (w, h) = group["at"], group["size"]

@@ -1,8 +1,8 @@
 """A number for each pair: series down, x across.
 
-metric, where, derive   what is drawn;   order   series from above;   columns   x values;   form   of a cell
-down   the column that stands in place of the series;   empty   words where no number is;   limits   of the shades
-ticks   {name: words beside its line}
+metric, where, derive   what is drawn;   order   series from above;   columns   x values;   form   format of a cell
+down   the column used in place of the series;   empty   text of a cell without a number;   limits   of the colour scale
+ticks   {name: label next to its line}
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workflows.panels import style
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Cells shaded by their number; (series, lane) of what was drawn."""
+    """Draw cells shaded by their number, and return (series, lane) of what was drawn."""
     mine = panel_data.shown(table, panel)
     down = panel.get("down", "series")
     names = panel_data.ordered(mine[down], panel.get("order", []))

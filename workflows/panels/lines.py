@@ -1,14 +1,14 @@
-"""Lines and points against a number: modelled a line, measured filled marks, published outlined ones.
+"""Lines and points over a number: modelled as a line, measured as filled marks, published as outlined marks.
 
 metric, where, derive, x   what is drawn (panels.data), and the x_name of its rows
-joined   measured points are joined, with a band between their quartiles (", lower/upper quartile over rounds")
+joined   connect measured points, with a band between their quartiles (", lower/upper quartile over rounds")
 hollow   modelled values are hollow marks (they were not run);   beyond   and a thin line leads to them
-step     values hold until the next;   log   "x", "y" or "xy";   looks   {beginning of a series: line arguments}
+step     values are constant until the next;   log   "x", "y" or "xy";   looks   {beginning of a series: line arguments}
 levels   [{at, text, place}];   dashed   {where, text};   reached   {metric, level, divisor, unit, offset, turn}
 series   those drawn, in order;   without   those left out
-points   [{where, at, label}]: single printed values;   values   of measured points beside them
-more     [{metric, looks}]: further metrics of the same rows;   named   models' names above their sizes
-notes    [{text, at, where: [...]}]: words, with the numbers that each `where` finds
+points   [{where, at, label}]: single printed values;   values   write the values of measured points next to them
+more     [{metric, looks}]: further metrics of the same rows;   named   write models' names above their sizes
+notes    [{text, at, where: [...]}]: text with the numbers that each `where` selects
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOW, HIGH = (f", {end} quartile over rounds" for end in ("lower", "upper"))
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every series and lane; (series, lane) of what was drawn."""
+    """Draw every series and lane, and return (series, lane) of what was drawn."""
     whole = panel["_whole"]
     if "x" in panel:
         table = table[table["x_name"] == panel["x"]]
@@ -51,7 +51,7 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
 
 
 def look(series: str, lane: str, panel: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
-    """Marks and line of a series in a lane."""
+    """Return the plot arguments of a series in a lane: marks and line."""
     fill = style.colour(series, panel.get("colours"))
     looks = panel.get("looks", {})
     own = next((dict(looks[start]) for start in sorted(looks, key=len, reverse=True) if series.startswith(start)), {})
@@ -105,7 +105,7 @@ def one_line(
 
 
 def decorate(axis: Axes, table: pd.DataFrame, mine: pd.DataFrame, panel: dict[str, Any]) -> None:
-    """Scales, levels, printed values and words."""
+    """Draw scales, levels, printed values and notes."""
     whole, log = panel["_whole"], panel.get("log", "")
     axis.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
     axis.grid(visible=True, axis="both", which="major")
@@ -113,7 +113,7 @@ def decorate(axis: Axes, table: pd.DataFrame, mine: pd.DataFrame, panel: dict[st
         printed = panel_data.select(whole, each["where"])
         for _, row in printed[printed["number"].notna()].iterrows():
             mark = axis.plot([each.get("at", row["at"])], [row["number"]], **look(row["series"], "published", panel))
-            style.tell(mark[0], panel_data.words(row, {}))  # as printed, whatever the panel derives
+            style.tell(mark[0], panel_data.words(row, {}))  # as printed, regardless of what the panel derives
     for level in panel.get("levels", []):
         axis.axhline(level["at"], color=style.PALETTE["black"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         place = {"xytext": (0, level.get("above", 2)), "textcoords": "offset points", "ha": "center", "fontsize": 7}
@@ -138,7 +138,7 @@ AT_LEVEL = {"xycoords": ("axes fraction", "data")}
 
 
 def reached(axis: Axes, table: pd.DataFrame, how: dict[str, Any]) -> None:
-    """What each system reaches under a cap, by the paper, as a mark on the cap."""
+    """Mark on the cap's level what each system reaches under it according to the paper."""
     printed = panel_data.select(table, {"lane": "published", "metric": how["metric"]})
     for each in printed[printed["number"].notna()].drop_duplicates("series").itertuples():
         axis.plot([each.number], [how["level"]], **look(each.series, "published", {}))
@@ -151,7 +151,7 @@ def reached(axis: Axes, table: pd.DataFrame, how: dict[str, Any]) -> None:
 
 
 def mark_all(axis: Axes, points: list[tuple[float, float]], printed: float) -> None:
-    """Values away from the dashed line at `printed`; of two close together the second stands higher."""
+    """Write values away from the dashed line at `printed`; the second of two close ones is placed higher."""
     before, raised = 0.0, False
     for x, y in points:
         above = y >= printed
@@ -163,7 +163,7 @@ def mark_all(axis: Axes, points: list[tuple[float, float]], printed: float) -> N
 
 
 def name_models(axis: Axes, modelled: pd.DataFrame, short: dict[str, str]) -> None:
-    """The models' sizes above the axes; two of nearly one size share a label."""
+    """Write the models' names above the axes; two of similar size share a label."""
     places = modelled.drop_duplicates("model").sort_values("at")
     at, names = places["at"].tolist(), [short.get(model, model) for model in places["model"]]
     for i in range(len(at) - 1, 0, -1):
@@ -175,12 +175,12 @@ def name_models(axis: Axes, modelled: pd.DataFrame, short: dict[str, str]) -> No
 
 
 def handles(drawn: list[tuple[str, str]], panel: dict[str, Any]) -> tuple[dict[str, Line2D], dict[str, Line2D]]:
-    """Legend entries: one a series, one a lane."""
+    """Return legend entries: one per series and one per lane."""
     labels, lanes = panel.get("labels", {}), {}
     series = {}
     for name, lane in drawn:
         plain = look(name, "measured", {**panel, "joined": True})
-        if plain.get("linestyle") != "none":  # marks alone are the series' own
+        if plain.get("linestyle") != "none":  # a series drawn as marks only keeps its own marks
             plain = {k: v for k, v in plain.items() if not k.startswith("marker")}
         series[name] = Line2D([], [], label=labels.get(name, name), **{**plain, "linewidth": plain.get("linewidth", 3)})
         ranks, where = (2, "measured") if lane == "several ranks" else (1, lane)
@@ -190,6 +190,6 @@ def handles(drawn: list[tuple[str, str]], panel: dict[str, Any]) -> tuple[dict[s
 
 
 def extra_handles(panels: list[dict[str, Any]]) -> list[Line2D]:
-    """Legend entries of the further metrics that say what they are."""
+    """Return legend entries of further metrics that have a label."""
     named = {more["label"]: more["looks"] for panel in panels for more in panel.get("more", []) if "label" in more}
     return [Line2D([], [], color=style.PALETTE["grey"], label=label, **looks) for label, looks in named.items()]

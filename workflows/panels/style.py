@@ -1,4 +1,4 @@
-"""One look for all exhibits: a colour for each system, a surface for each lane, the line under the axes."""
+"""The common look of all exhibits: a colour per system, a surface per lane, the footer under the axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 
 from memascend import systems
 
-# Okabe and Ito's colours, told apart by colour-blind readers and in grey print; specifications name them.
+# Okabe and Ito's colours, distinguishable by colour-blind readers and in grey print; specifications use these names.
 PALETTE = {
     "black": "#000000",
     "orange": "#E69F00",
@@ -35,8 +35,8 @@ PALETTE = {
     "light": "#D9D9D9",
 }
 INK, FAINT = "#222222", "#888888"
-VALUE = "value: "  # begins the id of an artist that tells one
-REFERENCE = "reference"  # records of another machine, committed; drawn as a lane of their own
+VALUE = "value: "  # prefix of the id of an artist that has a tooltip
+REFERENCE = "reference"  # committed records of another machine, drawn as a separate lane
 LANES = ("published", "author", "modelled", "measured", REFERENCE)
 LANE_TEXT = {
     "published": "published (the paper's text)",
@@ -50,7 +50,7 @@ LOOK = matplotlib.rc_params_from_file(Path(__file__).with_name("look.mplstyle"),
 
 @cache
 def _of_systems() -> dict[str, str]:
-    """Label of an arm -> colour, as the systems' folders say."""
+    """Return label of an arm -> colour, as the systems' folders define it."""
     found = {}
     for system in map(systems.load, systems.names()):
         own = system.describe().get("colours", {}) if hasattr(system, "describe") else {}
@@ -61,7 +61,7 @@ def _of_systems() -> dict[str, str]:
 
 
 def colour(series: str, named: dict[str, str] | None = None) -> str:
-    """Colour of a series: the one that the specification names, else its arm's or its system's; grey for no system."""
+    """Return the colour of a series: from the specification, else its arm's or system's; grey without a system."""
     named = named or {}
     if series in named:
         return PALETTE.get(named[series], named[series])
@@ -71,7 +71,7 @@ def colour(series: str, named: dict[str, str] | None = None) -> str:
 
 
 def surface(lane: str, fill: str) -> dict[str, Any]:
-    """Bar arguments of a lane: measured solid, modelled hatched, published outlined, a reference dotted."""
+    """Return the bar arguments of a lane: measured solid, modelled hatched, published outlined, a reference dotted."""
     if lane == "measured":
         return {"facecolor": fill, "edgecolor": fill, "linewidth": 1.0}
     hatch = {"modelled": "//////", REFERENCE: "..."}.get(lane)
@@ -80,25 +80,25 @@ def surface(lane: str, fill: str) -> dict[str, Any]:
 
 
 def tell(artist: Artist, words: str) -> None:
-    """Say `words` where a pointer rests on the artist, in the SVG that a page shows."""
+    """Give the artist a tooltip with `words`, for the SVG in a page."""
     artist.set_gid(VALUE + words)
 
 
 def tell_points(axis: Axes, xs: Iterable[float], ys: Iterable[float], words: Iterable[str]) -> None:
-    """The same for points, of which matplotlib draws a whole line as one artist: an unseen mark on each."""
+    """Give each point a tooltip by an invisible mark, since matplotlib draws a whole line as one artist."""
     for x, y, text in zip(xs, ys, words, strict=True):
         tell(axis.plot([x], [y], linestyle="none", marker="o", markersize=9, alpha=0)[0], text)
 
 
 def titled(svg: str) -> str:
-    """The SVG with a title element in each artist that has something to tell, in place of its id."""
+    """Return the SVG with a title element in place of the id of each artist that has a tooltip."""
     return re.sub(f'<g id="{VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
 
 
 def canvas(
     columns: int, lines: int, size: tuple[float, float], widths: list[float] | None
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with panels line by line; size in inches."""
+    """Return a figure of `size` inches and its panels, line by line."""
     plt.rcdefaults()
     plt.rcParams.update(LOOK)
     ratios = {"width_ratios": widths or [1] * columns}
@@ -115,7 +115,7 @@ def lane_patch(lane: str) -> Patch:
 
 
 def legend(figure: Figure, rows: list[list[Any]], columns: int = 4) -> float:
-    """Rows of handles above the axes, one under the other; the inches that they take."""
+    """Draw rows of handles above the axes, one below the other, and return their height in inches."""
     top, height = 1.0, figure.get_figheight()
     for handles in filter(None, rows):
         common = {"loc": "upper left", "frameon": False, "handlelength": 1.8, "columnspacing": 1.2}
@@ -125,35 +125,36 @@ def legend(figure: Figure, rows: list[list[Any]], columns: int = 4) -> float:
 
 
 def finish(figure: Figure, footer: str, head_inches: float) -> None:
-    """Fit the axes between legend and footer, and write the footer."""
+    """Fit the axes between legend and footer, and draw the footer."""
     width, height = figure.get_size_inches()
     lines = textwrap.wrap(footer, int(width * 19.5))
     foot = 0.14 * len(lines) + 0.1
     figure.tight_layout(rect=(0, foot / height, 1, 1 - head_inches / height), w_pad=2.0)
-    figure.set_layout_engine(None)  # it would have every file drawn twice
+    figure.set_layout_engine(None)  # otherwise every file would be drawn twice
     figure.text(0.012, 0.06 / height, "\n".join(lines), fontsize=6.8, color="#555555", va="bottom", linespacing=1.35)
 
 
 def label_bars(axis: Axes, bars: Any, texts: list[str], zero_colour: str = INK) -> None:
-    """Values above bars, upright so that neighbours do not meet; a bar of no height shows its colour in the text."""
+    """Write values above bars, vertically so that neighbours do not overlap; the text of a bar of height 0 has its
+    colour."""
     for label in axis.bar_label(bars, texts, rotation=90, padding=3, fontsize=7, color=INK):
         if label.get_text() == "0":
             label.set(color=zero_colour, fontweight="bold")
 
 
 def label_inside(axis: Axes, bars: Any, texts: list[str]) -> None:
-    """Values in the middle of bars, where a line crosses their tops."""
+    """Write values in the middle of bars, for panels where a line crosses their tops."""
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
     axis.bar_label(bars, texts, label_type="center", rotation=90, fontsize=7, color=INK, bbox=box)
 
 
 def dashed(axis: Axes, level: float, text: str = "") -> None:
-    """A level that the paper states."""
+    """Draw a dashed line at a level that the paper states."""
     axis.axhline(level, color=PALETTE["black"], linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
     if text:
         axis.set_title(text, fontsize=8, loc="right")
 
 
 def note(axis: Axes, text: str, at: tuple[float, float], align: str = "left") -> None:
-    """Words at a place of the axes, from (0, 0) to (1, 1)."""
+    """Write text at a place in the axes, from (0, 0) to (1, 1)."""
     axis.annotate(text, at, xycoords="axes fraction", va="top", ha=align, fontsize=8)

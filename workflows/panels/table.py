@@ -3,14 +3,14 @@
 words    {name: word} for every row
 pivot    {down, across, head}: in place of rows and columns, one for each value of two columns of the tidy table
 rows     [{name: word}]: words that the columns' templates may use; or {by: column}: a row for each of its values
-columns  [{head, width, wrap, and what is in its cells}], each one of
+columns  [{head, width, wrap, and the contents of its cells}]; the contents are one of
            text     a template of the row's words, bold
-           select   {column: template}: the value of the rows that fit; with form (of a number), else as it stands;
-                    `unit: true` puts its unit behind
-           each     like select with a line for every x value: form may name {x}, {value} and metrics under `also`
-         with none  in place of a missing value;  against  {column: template}: coloured, and with `percent` the
-         deviation behind the value, where it is beyond the tolerance of its `quantity`;  minus  {lane: what the printed
-         value holds more};  once  only in the first of rows with the same words there;  behind  [{select, form}]
+           select   {column: template}: the value of the rows that fit; formatted by form if a number, else unchanged;
+                    `unit: true` appends its unit
+           each     like select with a line for every x value: form may use {x}, {value} and the metrics under `also`
+         with none  in place of a missing value;  against  {column: template}: coloured beyond the tolerance of its
+         `quantity`, and with `percent` also the deviation;  minus  {lane: surplus contained in the printed value};
+         once  only in the first of rows with the same words;  behind  [{select, form}]: further lines
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workflows import registry
 from workflows.panels import data as panel_data
 from workflows.panels import style
 
-LINE, PAD = 0.165, 0.13  # inches of a line, and between rows
+LINE, PAD = 0.165, 0.13  # inches per line, and between rows
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's text (lines are wrapped) and colour."""
+    """Text (lines are wrapped) and colour of a cell."""
 
     text: str
     colour: str = style.INK
@@ -39,7 +39,7 @@ class Cell:
 
 
 def unfolded(table: pd.DataFrame, panel: dict[str, Any]) -> dict[str, Any]:
-    """The panel with the rows and columns that its pivot stands for; units stand in the heads."""
+    """Return the panel with its pivot expanded into rows and columns; units are in the heads."""
     if "pivot" not in panel:
         return panel
     down, across = panel["pivot"]["down"], panel["pivot"]["across"]
@@ -54,7 +54,7 @@ def unfolded(table: pd.DataFrame, panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def cells(table: pd.DataFrame, panel: dict[str, Any]) -> list[list[Cell]]:
-    """The body: of every row its cells."""
+    """Return the body: the cells of every row."""
     rows = panel["rows"]
     if isinstance(rows, dict):
         found = panel_data.select(table, rows.get("where"))
@@ -73,7 +73,7 @@ def cells(table: pd.DataFrame, panel: dict[str, Any]) -> list[list[Cell]]:
 
 
 def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Cell:
-    """One cell."""
+    """Return one cell."""
     if "text" in column:
         return Cell(column["text"].format(**row), bold=True)
     if "each" in column:
@@ -102,13 +102,13 @@ def cell(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> Ce
 
 
 def within(number: float, printed: float, quantity: str, lane: str) -> bool:
-    """Whether a number is as near the printed one as the tolerance of its kind asks."""
+    """Return whether a number is within the tolerance of its kind around the printed one."""
     ((form, amount),) = registry.tolerances()[quantity][lane].items()
     return abs(number - printed) <= (abs(printed) * amount / 100 if form == "relative_percent" else amount)
 
 
 def behind(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
-    """Further lines of a cell, where their selectors find something that says more than "fits"."""
+    """Return further lines of a cell for selectors that find something other than "fits"."""
     lines = []
     for more in column.get("behind", []):
         found = panel_data.select(table, filled(more["select"], row))["value"]
@@ -119,7 +119,7 @@ def behind(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> 
 
 
 def each(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> str:
-    """A line for each x value of the rows that fit."""
+    """Return a line for each x value of the rows that fit."""
     found = panel_data.select(table, filled(column["each"], row))
     lines = []
     for x in sorted(set(found["x_value"]), key=float):
@@ -131,12 +131,12 @@ def each(table: pd.DataFrame, column: dict[str, Any], row: dict[str, Any]) -> st
 
 
 def filled(where: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    """A selector with the row's words in it."""
+    """Return a selector with the row's words filled in."""
     return {name: text.format(**row) if isinstance(text, str) else text for name, text in where.items()}
 
 
 def height(body: list[list[Cell]], panel: dict[str, Any]) -> list[float]:
-    """Inches of the head and of every row."""
+    """Return the heights in inches of the head and of every row."""
     wrap = [column.get("wrap", 18) for column in panel["columns"]]
     heads = [Cell(column["head"]) for column in panel["columns"]]
     counts = [max(wrapped(c.text, n).count("\n") + 1 for c, n in zip(row, wrap, strict=True)) for row in [heads, *body]]
@@ -144,7 +144,7 @@ def height(body: list[list[Cell]], panel: dict[str, Any]) -> list[float]:
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """The table fills the axes. Its lanes stand in its head."""
+    """Draw the table over the whole axes; return an empty list, since its head names the lanes."""
     panel = unfolded(table, panel)
     body = panel.get("_body") or cells(table, panel)
     heights, columns = height(body, panel), panel["columns"]

@@ -1,6 +1,7 @@
-"""Listings and equations: what a paper gives as text, beside what stands for it here.
+"""Listings and equations: text from a paper next to its counterpart in this repository.
 
-blocks   [{title, lines}]: side by side, monospaced;   code   {title, file, name}: a function of this repository
+blocks   [{title, lines} or {title, file, name}]: side by side, monospaced; the second shows a function or class of this
+         repository
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """Blocks side by side. Nothing in it has a lane."""
+    """Draw the blocks side by side; return an empty list, since none of them has a lane."""
     axis.axis("off")
     blocks = [(block["title"], source(block)) for block in panel["blocks"]]
     for i, (title, lines) in enumerate(blocks):
@@ -32,12 +33,12 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
 
 
 def indented(lines: str) -> str:
-    """The lines with no-break spaces where several stand together: in an SVG a browser makes one of plain ones."""
+    """Return the lines with no-break spaces for runs of spaces, which a browser would collapse in an SVG."""
     return re.sub(r"^ +| {2,}", lambda spaces: "\N{NO-BREAK SPACE}" * len(spaces[0]), lines, flags=re.MULTILINE)
 
 
 def source(block: dict[str, Any]) -> str:
-    """The block's own lines, or those of a function or class of this repository without its docstring."""
+    """Return the block's own lines, or the source of a function or class of this repository without its docstring."""
     if "lines" in block:
         return block["lines"]
     text = (ROOT / block["file"]).read_text()

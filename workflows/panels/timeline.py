@@ -1,7 +1,7 @@
-"""Tasks on their resources over time: rows with x_name "begin (s)", x_value when, value how long; a line a series.
+"""Tasks on their resources over time: rows with x_name "begin (s)"; x_value is the begin, value the duration.
 
-metrics name the tasks;   order   the lines from above;   parts   {metric: colour};   by   lane | testbed: blocks
-form   of a label;   least   seconds of a bar that has one
+metrics name the tasks;   order   the lines from above;   parts   {metric: colour}
+form   of a label;   least   seconds of the shortest bar with a label
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGIN = "begin (s)"
 
 
 def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[str, str]]:
-    """A bar a task; (task, lane) of what was drawn."""
+    """Draw a bar per task, with a line per series, and return (task, lane) of each."""
     table = panel_data.select(table, panel.get("where"))
     table = table[table["number"].notna() & table["x_name"].eq(BEGIN)]
     rows = [

@@ -1,1 +1,1 @@
-"""A release: its lock files, its source distribution and wheel, and a try of both as a stranger."""
+"""A release: its lock files, its source distribution and wheel, and a test of both in a new environment."""

@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution of memascend must hold, and nothing else."""
+"""Checks that a wheel and a source distribution of memascend contain what they must, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from memascend.extension import BUILT_AGAINST
 
-READ = (".csv", ".json", ".py", ".pyi", ".typed", ".yaml")  # files of the package that are read where it is installed
+READ = (".csv", ".json", ".py", ".pyi", ".typed", ".yaml")  # suffixes of package files that are read after installation
 SOURCES = (".cpp", ".h")
 AVX = re.compile(r"^ *[0-9a-f]+:\tv[a-z0-9]+ |%[yz]mm", re.MULTILINE)
 
 
 def of_package(source: Path) -> set[str]:
-    """Files that a checkout has for the package, as a wheel names them; what lies behind its links too."""
+    """Return the package's files in a checkout by their names in a wheel, including those in linked folders."""
     folders = [source / "memascend"]
     folders += [link for link in folders[0].rglob("*") if link.is_symlink() and link.is_dir()]
     found = (path for folder in folders for path in Path(folder).rglob("*") if path.suffix in READ and path.is_file())
@@ -25,7 +25,7 @@ def of_package(source: Path) -> set[str]:
 
 
 def wrong_in_wheel(wheel: Path, source: Path, version: str) -> list[str]:
-    """What is wrong with a wheel of the checkout `source`, a line each."""
+    """Return what is wrong with a wheel of the checkout `source`, one line each."""
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.endswith("/")}
         if f"memascend-{version}.dist-info/METADATA" not in names:
@@ -50,8 +50,11 @@ def wrong_in_wheel(wheel: Path, source: Path, version: str) -> list[str]:
 
 
 def bound_to_a_processor(extension: Path) -> list[str]:
-    """Functions with AVX instructions that are not named for AVX2 or AVX-512. Named ones run after a look at the
-    processor; another one would crash where there is no AVX. Needs `objdump`, which comes with a compiler."""
+    """Return the functions that use AVX instructions without AVX2 or AVX-512 in their names.
+
+    Functions with such a name run only after a check of the processor; any other would crash on one without AVX. Needs
+    `objdump`, which is installed with a compiler.
+    """
     command = ["objdump", "--disassemble", "--no-show-raw-insn", "--demangle", str(extension)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: set[str] = set()
@@ -62,7 +65,7 @@ def bound_to_a_processor(extension: Path) -> list[str]:
 
 
 def wrong_in_sdist(sdist: Path, source: Path, version: str) -> list[str]:
-    """What is wrong with a source distribution, a line each."""
+    """Return what is wrong with a source distribution, one line each."""
     with tarfile.open(sdist) as file:
         members = {member.name: member for member in file.getmembers() if not member.isdir()}
     root = f"memascend-{version}/"

@@ -32,8 +32,8 @@ from workflows.release import tools
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "locks"
 USUAL = "constraints.txt"
-EXTRAS = ("deepspeed", "huggingface", "lint", "test", "workflow")  # those that constraints.txt pins
-# Lock file -> constraint file whose every line is in it.
+EXTRAS = ("deepspeed", "huggingface", "lint", "test", "workflow")  # extras that constraints.txt pins
+# Lock file -> constraint file that it contains completely.
 WHOLE = {
     "cluster": "constraints-cluster.txt",
     "cuda": "constraints-cuda.txt",
@@ -50,21 +50,23 @@ HEAD = """\
 
 
 def pins(file: Path) -> dict[str, str]:
-    """Canonical name -> line of a constraint file."""
+    """Return canonical name -> line of a constraint file."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     return {canonicalize_name(line.partition("==")[0]): line for line in lines}
 
 
 def asked_for(extra: str) -> list[str]:
-    """What pyproject.toml asks for: the library's own requirements, and those of an extra unless it is ''."""
+    """Return the requirements in pyproject.toml: the library's own, and those of the extra unless it is ''."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
 
 
 def closure(wanted: Iterable[str]) -> set[str]:
-    """Canonical names of all packages that these requirements need here, torch and what it alone needs left out.
+    """Return canonical names of all installed packages that these requirements need, except torch and what only it
+    needs.
 
-    ValueError names a package that is not installed."""
+    ValueError names a package that is not installed.
+    """
     waiting = [Requirement(word) for word in wanted]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
@@ -88,7 +90,7 @@ def required_by(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
 
 
 def wanted() -> dict[str, tuple[str, list[str]]]:
-    """Lock -> (constraint file, pins that are in it)."""
+    """Return lock -> (constraint file, pins that it contains)."""
     found = {name: (USUAL, needed_by(name)) for name in ("core", *EXTRAS)}
     for name, file in WHOLE.items():
         found[name] = (file, [line for each, line in sorted(pins(ROOT / file).items()) if each != BY_ITSELF])
@@ -96,7 +98,7 @@ def wanted() -> dict[str, tuple[str, list[str]]]:
 
 
 def needed_by(name: str) -> list[str]:
-    """Pins of all that the library ('core'), or it with an extra, needs. ValueError where one has none."""
+    """Return the pins of all that the library ('core'), or it with an extra, needs; ValueError if one has no pin."""
     usual = pins(ROOT / USUAL)
     needed = closure(asked_for("" if name == "core" else name))
     without = sorted(needed - usual.keys())
@@ -106,7 +108,7 @@ def needed_by(name: str) -> list[str]:
 
 
 def hashes(lines: Iterable[str]) -> dict[str, str]:
-    """Pin -> its lines in a lock file. ValueError with what uv said."""
+    """Return pin -> its lines in a lock file; ValueError has uv's message."""
     uv = shutil.which("uv") or str(tools.ensure() / "uv")
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder, "pins.in")
@@ -121,7 +123,7 @@ def hashes(lines: Iterable[str]) -> dict[str, str]:
 
 
 def texts() -> dict[str, str]:
-    """Path in the repository -> text of every lock file."""
+    """Return path in the repository -> text of every lock file."""
     files = wanted()
     known: dict[str, str] = {}
     for constraints in {constraints for constraints, _ in files.values()}:  # two files may pin a package differently

@@ -30,21 +30,21 @@ from workflows.release import contents, tools
 from workflows.release.tools import ROOT, clean, run
 
 LOCK = ROOT / "locks/huggingface.txt"
-# torch has these; a wheel with a second OpenMP would run two pools of threads.
+# Libraries that torch ships; a second OpenMP in the wheel would run a second thread pool.
 FROM_TORCH = ("libc10*", "libgomp*", "libtorch*")
 TRAIN = "--model qwen2.5-0.5b --twin 16 --files *.py --context 64 --steps 3 --eval-sequences 2 --system lohan"
 
 
 @contextlib.contextmanager
 def step(what: str) -> Iterator[None]:
-    """A line for a step that worked, with its seconds."""
+    """Print a line with the seconds of a step that succeeded."""
     began = time.monotonic()
     yield
     print(f"ok    {what}, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def checkout(into: Path) -> Path:
-    """The files of the last commit."""
+    """Extract the files of the last commit into a new folder, and return it."""
     into.mkdir()
     run(["git", "-C", str(ROOT), "archive", "--output", f"{into}.tar", "HEAD"])
     run(["tar", "-x", "-f", f"{into}.tar", "-C", str(into)])
@@ -52,7 +52,7 @@ def checkout(into: Path) -> Path:
 
 
 def build(source: Path, work: Path, out: Path) -> tuple[Path, Path]:
-    """(source distribution, wheel). The wheel is built from the distribution; its name says which glibc it needs."""
+    """Return (source distribution, wheel); the wheel is built from the distribution, and its name states the glibc."""
     programs = tools.ensure()
     environment = {**clean(programs), "MAX_JOBS": str(len(os.sched_getaffinity(0)))}
     builder = [str(programs / "python"), "-m", "build", "--no-isolation"]
@@ -74,7 +74,7 @@ def build(source: Path, work: Path, out: Path) -> tuple[Path, Path]:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """A new environment with torch, the locked packages and the wheel; the folder of its programs."""
+    """Create an environment with torch, the locked packages and the wheel; return the folder of its programs."""
     python = tools.new_environment(folder)
     with step("empty environment with torch"):
         tools.install_torch(python)
@@ -87,7 +87,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def use(programs: Path, empty: Path, version: str) -> None:
-    """What a stranger does first. ValueError where an answer is not as documented."""
+    """Run a new user's first commands; raise ValueError if a result is not as documented."""
     empty.mkdir()
     (empty / "texts").mkdir()
     for module in (inspect, tarfile, argparse):

@@ -1,4 +1,4 @@
-"""The environment in which a release is built and checked: torch, what compiles, and constraints-release.txt."""
+"""The environment that builds and checks a release: torch, build tools, and constraints-release.txt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ COMPILE = ("ninja", "packaging", "setuptools", "wheel")
 
 
 def ensure() -> Path:
-    """The folder of its programs; made anew where a pin changed. Its `uv` and `twine` need no activation."""
+    """Return the folder of the environment's programs, rebuilt if a pin changed; `uv` and `twine`
+    need no activation."""
     stamp = ENVIRONMENT / ".made"
     digest = hashlib.sha256(USUAL.read_bytes() + TOOLS.read_bytes() + sys.version.encode()).hexdigest()
     if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == digest):
@@ -31,13 +32,13 @@ def ensure() -> Path:
 
 
 def new_environment(folder: Path) -> Path:
-    """An empty virtual environment; its interpreter."""
+    """Create an empty virtual environment and return its interpreter."""
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     return folder / "bin/python"
 
 
 def install_torch(python: Path) -> None:
-    """The pinned torch, first and alone: the CPU build where there is no NVIDIA device and its index can be reached."""
+    """Install only the pinned torch: the CPU build if there is no NVIDIA device and its index can be reached."""
     pip(python, "-c", str(USUAL), *cpu_build(), "torch")
 
 
@@ -58,16 +59,17 @@ def pip(python: Path, *words: str) -> None:
 
 
 def clean(programs: Path) -> dict[str, str]:
-    """The variables of a stranger: none of ours, and the programs of one virtual environment before the system's.
+    """Return the variables of a user without our settings, with one virtual environment's programs before the system's.
 
-    A PYTHONPATH with a checkout on it would make pip find memascend there, and install nothing."""
+    A PYTHONPATH that contains a checkout would make pip find memascend there and install nothing.
+    """
     ours = ("MEMASCEND", "PYTHON", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "PATH": f"{programs}:{os.environ.get('PATH', os.defpath)}", "PYTHONNOUSERSITE": "1"}
 
 
 def run(command: list[str], **more: object) -> str:
-    """What a program prints. ValueError with the end of it where it fails."""
+    """Return a program's output; raise ValueError with the end of it if the program fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **more)
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -1,4 +1,5 @@
-# A profile's artifact: one zip with sources, records, tables, pictures and verdicts; and a check of one, from the zip alone.
+# A profile's artifact is one zip with sources, records, tables, pictures and verdicts; artifact-verify checks one from
+# the zip alone.
 
 
 rule artifact:

@@ -1,4 +1,4 @@
-# The papers' claims, each with a verdict for each lane.
+# The papers' claims, each with a verdict per lane.
 
 
 rule claims_table:

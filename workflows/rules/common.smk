@@ -1,4 +1,4 @@
-# The configuration, read and checked; all that the rules know of it comes from workflows.configuration.
+# Read and check the configuration; the rules access it only through workflows.configuration.
 import json
 import os
 import sys
@@ -6,8 +6,8 @@ import sys
 from workflows.configuration import Configuration
 from workflows.console import Console, leave_servers, require_executor, start_servers
 
-# Rules call `python`: the one that runs Snakemake, whether or not its environment is activated.
-# Snakemake's own prefix, which this one replaces, makes a pipe fail with any of its commands.
+# Rules call `python`, which is the interpreter that runs Snakemake, even if its environment is not activated. This
+# prefix replaces Snakemake's own, which makes a pipe fail if any of its commands fails.
 shell.prefix(
     f"set -euo pipefail; export PATH={os.path.dirname(sys.executable)}:$PATH; "
 )
@@ -18,12 +18,12 @@ RAW, DERIVED, FIGURES = (
     workflow_config.figures,
 )
 CONSOLE = Console(workflow_config, sys.argv[1:])
-if workflow.remote_exec:  # one job of a call that runs on another machine
+if workflow.remote_exec:  # this process is one job of a call, on another machine
     leave_servers(workflow_config)
 
 
 def cores():
-    """Of a node that runs are handed to, else those that this call of Snakemake has."""
+    """Return the cores of the node that runs are submitted to, else those of this call of Snakemake."""
     return workflow_config.node["cores"] if workflow_config.node else workflow.cores
 
 

@@ -1,5 +1,5 @@
-# From records and models to the tables and pictures of exhibits, and the pages that show them. An exhibit's table and its
-# picture are one job: what starts a job takes longer than a table.
+# Rules that turn records and models into the tables and pictures of exhibits, and the pages that show them. An
+# exhibit's table and picture are one job, because starting a job takes longer than computing a table.
 
 
 rule modelled:
@@ -55,7 +55,7 @@ rule figure:
         " --runs-out {output.runs} --draw-in {params.figures} > {log} 2>&1"
 
 
-# Of no exhibit: how far simulated seconds are from those of this machine, where the profile measures that.
+# Belongs to no exhibit: how far simulated seconds are from measured ones on this machine, if the profile measures that.
 rule simulator:
     input:
         record=lambda w: workflow_config.simulator or workflow_config.no_simulator(),
@@ -72,7 +72,7 @@ rule simulator:
         "python -m workflows.derive.simulator {input.record} --draw-in {params.figures} > {log} 2>&1"
 
 
-# Structure, without numbers.
+# Drawings of structure, which have no numbers.
 rule drawing:
     output:
         svg=report(
@@ -99,7 +99,7 @@ rule drawing:
         "python -IS workflows/derive/draw_client.py figure --exhibit {wildcards.exhibit} --draw-in {params.figures} > {log} 2>&1"
 
 
-# One job writes all pages: each shows its neighbours and what claims say.
+# One job writes all pages, since each page shows its neighbours and the verdicts of claims.
 rule report_pages:
     input:
         captions=expand(f"{FIGURES}/{{exhibit}}.md", exhibit=workflow_config.built),

@@ -1,9 +1,9 @@
-# Measurements: one process, one record. What is timed has the machine for itself: `threads` keeps two apart within one
-# call of Snakemake, the flock between two calls. Memory runs, which allocation events decide, run side by side.
-# On a cluster it has a node for itself (resources).
+# Measurements: each is one process that writes one record. Timed runs have the machine to themselves: `threads` keeps
+# two apart within one call of Snakemake, the flock between two calls. Memory runs measure allocation events, so they
+# may run concurrently. On a cluster, timed runs have a node to themselves (resources).
 
 
-# Memory runs on one machine. Their processes are forked from a server, and no benchmark of this job would see them.
+# Memory runs on one machine. Their processes are forked from a server, so a benchmark of this job would not see them.
 rule forked_record:
     input:
         interpreters=lambda w: workflow_config.interpreters(w.run_id),
@@ -25,7 +25,7 @@ rule forked_record:
         "({params.command}) > {log} 2>&1"
 
 
-# All other runs, with what Snakemake samples of their processes: seconds, memory, I/O (docs/reference/files.md).
+# All other runs, with Snakemake's samples of their processes: seconds, memory, I/O (docs/reference/files.md).
 use rule forked_record as record with:
     benchmark:
         f"{RAW}/benchmarks/{{run_id}}.tsv"
@@ -33,7 +33,7 @@ use rule forked_record as record with:
         run_id="[a-z0-9._-]+",
 
 
-# In no profile: the 8B model takes an hour and more, root for a control group, and 65 GB of the drive.
+# Part of no profile: the 8B model takes an hour and more, root for a control group, and 65 GB of the drive.
 rule flagship:
     output:
         record=f"{RAW}/flagship-llama3.1-8b.json",

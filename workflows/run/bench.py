@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a record follows from the command line alone."""
+    """Return the fields of the record that follow from the command line alone."""
     asked = {"part": args.part, "options": args.options} | ({"throttle": args.throttle} if args.throttle else {})
     if named := next((option.partition(":")[2].replace("-", " ") for option in args.options if ":" in option), None):
         asked["model"] = named
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         return done.returncode
-    models = None if args.part == "pool" else ()  # it alone has the tensors of a model
+    models = None if args.part == "pool" else ()  # only this benchmark uses the tensors of a model
     code = staleness.digest("workflows.run.bench", models=models)
     found = requested(args) | json.loads(done.stdout)
     provenance.write_record(args.out, args.run_id or args.out.stem, "bench", code, found)
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _throttled(rate: int | None) -> Iterator[list[str]]:
-    """The benchmark's options that name a path of this speed; none without one."""
+    """Yield the benchmark's options that name a path limited to this rate; no options for None."""
     if rate is None:
         yield []
         return
@@ -75,7 +75,8 @@ def _throttled(rate: int | None) -> Iterator[list[str]]:
 
 
 def _model(option: str, folder: Path) -> str:
-    """`PAPER:NAME-WITH-DASHES` is a model of that paper's models.yaml: a config.json of it. Others are as they are."""
+    """Return the option, with `PAPER:NAME-WITH-DASHES` replaced by a config.json of that model of the paper's
+    models.yaml."""
     paper, colon, name = option.partition(":")
     known = (registry.read(registry.file_of(paper, "models.yaml")) or {}) if colon and paper in registry.PAPERS else {}
     if (model := known.get(name.replace("-", " "))) is None:

@@ -17,14 +17,14 @@ from memascend.training.processes import die_with_parent
 
 
 def import_everything() -> None:
-    """What takes seconds and is the same for every run on DeepSpeed."""
+    """Import the modules that take seconds and are the same for every run on DeepSpeed."""
     from memascend.integrations.deepspeed import measured
 
     measured.import_everything()
 
 
 def train(job: dict[str, Any], result_file: str) -> None:
-    """Run the job, write its result file, and leave this process."""
+    """Run the job, write its result file and exit this process."""
     die_with_parent()
     try:
         if "streamed" in job:
@@ -49,7 +49,7 @@ def train(job: dict[str, Any], result_file: str) -> None:
 
 
 def run_forked(request: dict[str, Any]) -> None:
-    """A run in a fork of the fork server. The job's file has the descriptors of the process that wrote it."""
+    """Run a request in a fork of the fork server, with the descriptors that the server received for the job."""
     train(json.loads(Path(request["job"]).read_text()) | request["descriptors"], request["result"])
 
 

@@ -1,4 +1,4 @@
-"""The processes of a measurement: their job files, environment and scratch folder, and their end."""
+"""The processes of a measurement: their job files, environment and scratch folder, and how they end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from typing import Any
 
 from workflows.run.fork_server import SOCKET, ForkedRun
 
-# One C library setting for every arm. Where memory is measured, freed memory goes back at once; MKL would keep the
-# workspace of its largest product (8 MiB for 2048 tokens of a small twin), which plays a GPU's part and is no host
-# buffer. Where time is measured, freed memory stays, as a GPU's stays with torch: given back at once, it is mapped and
-# cleared again for each activation, how often depends on what lies last in the heap (43,000 faults of pages in the
-# forward pass of one arm of the 8B twin, 27,000 of another, whose pass was 0.2 s shorter for it).
+# One C library setting for every arm. Where memory is measured, freed memory is returned to the system at once, and
+# MKL's fast memory manager is off: it would keep the workspace of its largest product (8 MiB for 2048 tokens of a small
+# twin), which stands for GPU memory and is not a host buffer. Where time is measured, freed memory is kept, as torch's
+# caching allocator keeps a GPU's: memory returned at once would be mapped and cleared again for each activation, and
+# how often that happens depends on the last block in the heap (43,000 page faults in the forward pass of one arm of the
+# 8B twin, 27,000 in that of another, which was 0.2 s shorter as a result).
 _OF_MODE = {
     "memory": {
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -30,18 +31,19 @@ _OF_MODE = {
     },
     "time": {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"},
 }
-# Torch compiles nothing here; DeepSpeed's Muon, imported for its list of optimizers, would load the compiler (3 s).
+# Torch compiles nothing in these runs, but DeepSpeed's Muon, imported for its list of optimizers, would load the
+# compiler (3 s).
 _COMMON = {"MALLOC_ARENA_MAX": "2", "TORCHDYNAMO_DISABLE": "1"}
 SCRATCH = "memascend-run-"
 LOCK = "in-use"
-YOUNG_S = 60  # a folder this young may not have its lock yet
+YOUNG_S = 60  # a younger folder may not have its lock yet
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, removed at the end; first those that killed runs left behind are collected.
+    """Yield a temporary folder that is removed at the end; folders left by killed runs are collected first.
 
-    Its owner holds a lock on a file in it, which the kernel lets go however the owner ends.
+    The owner holds a lock on a file in the folder, which the kernel releases however the owner ends.
     """
     parent = parent or Path(tempfile.gettempdir())
     collect_scratch(parent)
@@ -51,7 +53,7 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 def collect_scratch(parent: Path) -> list[Path]:
-    """Remove scratch folders of this user that nobody holds; returns them."""
+    """Remove this user's scratch folders whose lock is free, and return them."""
     gone = []
     for folder in parent.glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
@@ -67,21 +69,21 @@ def _held(folder: Path) -> bool:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
-        return False  # of a run before there were locks, or killed before it had one
+        return False  # made by a run killed before it took its lock, or older than the locks
     except BlockingIOError:
         return True
     return False
 
 
 def settings(mode: str) -> dict[str, str]:
-    """Of the C library, MKL and torch: for measurements of ``memory`` or of ``time``."""
+    """Return the settings of the C library, MKL and torch for measurements of ``memory`` or of ``time``."""
     return _COMMON | _OF_MODE[mode]
 
 
 def environment(
     rank: int, ranks: int, port: int, threads: int, device: str = "cpu", mode: str = "memory"
 ) -> dict[str, str]:
-    """What every rank of every arm runs under: one C library setting, one number of threads, no network."""
+    """Return the environment that every rank of every arm runs in: same C library settings and threads, no network."""
     others = {name for names in _OF_MODE.values() for name in names}
     return {
         **{name: value for name, value in os.environ.items() if name not in others},
@@ -101,7 +103,7 @@ def environment(
 
 
 def require_device(device: str) -> None:
-    """Raises ValueError where there is no GPU to play a GPU's part."""
+    """Raise ValueError if the device is cuda and this machine has no NVIDIA device."""
     if device == "cuda" and not Path("/dev/nvidiactl").exists():
         raise ValueError("--device cuda: no NVIDIA device on this machine; leave --device out, or take another profile")
 
@@ -117,11 +119,11 @@ def start(
     descriptors: tuple[str, ...] = (),
     python: str = sys.executable,
 ) -> Run:
-    """One `workflows.run.child` of ``job``; its files in ``work`` are job, result and log, each with ``name``.
+    """Start one `workflows.run.child` with ``job``; its job, result and log files are in ``work``, each with ``name``.
 
-    ``descriptors`` are the fields of the job that are file descriptors. Forked where a fork server runs; several ranks
-    are not, as their memory is read in proportional shares, and the server would have a share of what it has imported;
-    nor is what measures time, as the server's C library is set for memory.
+    ``descriptors`` names the fields of the job that are file descriptors. The child is forked if a fork server runs.
+    Two kinds of runs are not: several ranks, whose memory is read in proportional shares and would be shared with the
+    server's imports, and time measurements, since the server's C library is set up for memory measurements.
     """
     job_file, result_file, log_file = work / f"job{name}.json", work / f"result{name}.json", work / f"log{name}.txt"
     job_file.write_text(json.dumps(job))

@@ -44,11 +44,11 @@ from workflows import staleness
 from workflows.run import children, provenance
 
 _GIB = 1 << 30
-_TEXT = ("asyncio", "email", "json")  # of the standard library: some 200,000 tokens
+_TEXT = ("asyncio", "email", "json")  # packages of the standard library: about 200,000 tokens
 _POLL_S = 0.1
-_REPEATS = 5  # of a product
-_FIRST_STEP_S = 30.0  # a guess, for a kill in the first step
-_FROM_EXPORT = 2  # steps
+_REPEATS = 5  # timed repeats per product
+_FIRST_STEP_S = 30.0  # estimate, for a kill in the first step
+_FROM_EXPORT = 2  # training steps from the exported folder
 _PROMPT, _TOKENS = "def main(argv):", 8
 _FIO_S, _FIO_BYTES = 15, 8 << 30
 
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def whole(args: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """Run all four parts in `place`; what each of them found."""
+    """Run all four parts in `place` and return their findings."""
     products = [product_seconds(args)]
     compared = Training(args, place / "compared").until(args.compared)
     print(f"{args.compared} steps without a kill: {_spoken(compared['steps'])}", flush=True)
@@ -148,7 +148,7 @@ def whole(args: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def training_alone(args: argparse.Namespace, place: Path) -> dict[str, Any]:
-    """Run the training and what bounds it, in `place`."""
+    """Run only the training and the measurements of its bounds, in `place`."""
     products = [product_seconds(args)]
     training = Training(args, place / "run")
     calls = [training.to_the_end()]
@@ -161,9 +161,9 @@ def training_alone(args: argparse.Namespace, place: Path) -> dict[str, Any]:
 
 
 def trained(training: Training) -> dict[str, Any]:
-    """Steps, evaluations, report and disk space of a finished run, while its folder is there."""
+    """Return the steps, evaluations, report and disk space of a finished run, whose folder must still exist."""
     report = json.loads((training.folder / "report.json").read_text())
-    report["config"] |= {"output": "run", "data": list(_TEXT)}  # no path of this machine in a record
+    report["config"] |= {"output": "run", "data": list(_TEXT)}  # keeps paths of this machine out of the record
     return {
         "steps": training.steps(),
         "evaluations": training.evaluations(),
@@ -177,9 +177,9 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
-    """What the run shows, each with the number that it rests on."""
+    """Return the results of the run, each with the numbers that it is based on."""
     steps = found["steps"]
-    timed = [step for step in steps if step["seconds"] is not None]  # others a kill cut off
+    timed = [step for step in steps if step["seconds"] is not None]  # others were cut off by a kill
     timed = timed[1:] or timed
     seconds = statistics.median(step["seconds"] for step in timed)
     compute = statistics.median(each["seconds"] for each in found["products"])
@@ -222,21 +222,21 @@ def _spoken(steps: list[dict[str, Any]]) -> str:
 
 
 class Training:
-    """One run of `memascend train` in `folder`, in however many calls."""
+    """One run of `memascend train` in `folder`, over any number of calls."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, pretrained: Path | None = None) -> None:
         self.args, self.folder, self._pretrained = args, folder, pretrained
         self._random = random.Random(args.seed)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Those that are done; after a kill a call goes on from the last that the states are of."""
+        """Return the completed steps; after a kill, a call continues from the step of the last saved states."""
         return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "step"]
 
     def evaluations(self) -> list[dict[str, Any]]:
         return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "eval"]
 
     def until(self, step: int) -> dict[str, Any]:
-        """One call, killed when so many steps are done; the rows of these steps beside what it took."""
+        """Run one call and kill it after `step` steps; return the rows of these steps and the peaks of the call."""
         with self._begun() as (process, group):
             while len(self.steps()) < step:
                 self._require_running(process)
@@ -245,7 +245,7 @@ class Training:
         return {**call, "steps": self.steps()[:step]}
 
     def killed_at_random(self) -> list[dict[str, Any]]:
-        """Calls that were killed: each in another of the compared steps, at a random share of it."""
+        """Run calls that are killed, each in a different compared step at a random fraction of it, and return them."""
         calls = []
         for step in sorted(self._random.sample(range(self.args.compared), self.args.kills)):
             share = self._random.random()
@@ -268,11 +268,11 @@ class Training:
             return self._call(group, killed=False)
 
     def _has_done(self, steps: int) -> bool:
-        """Zero steps are done once the first one has begun, when the table's head is in the log."""
+        """Return whether so many steps are done; zero are done once the head of the table is in the log."""
         return len(self.steps()) >= steps if steps else "host peak" in self.folder.with_suffix(".log").read_text()
 
     def used(self, target: Path) -> dict[str, Any]:
-        """What is made of the trained weights, within the limit: text, and the exported folder `target`."""
+        """Generate text from the trained weights and export them to `target`, both within the limit."""
         rows: dict[str, Any] = {}
         folder, log = str(self.folder), self.folder.with_suffix(".log")
         for name, options in (
@@ -291,7 +291,7 @@ class Training:
 
     @contextlib.contextmanager
     def _begun(self, command: list[str] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], MemoryGroup]]:
-        """A call in a new control group, by default one that trains; whatever is left of it at the end is killed."""
+        """Yield a call in a new control group, by default one that trains; processes left at the end are killed."""
         group = MemoryGroup(int(self.args.limit_gib * _GIB))
         begin = ["sh", "-c", f'echo $$ > {group.folder}/cgroup.procs && exec "$@"', "sh"]
         log = self.folder.with_suffix(".log")
@@ -359,7 +359,7 @@ class Training:
 
 
 def text_of(folder: Path) -> str:
-    """The text that the exported model goes on with in memory, in a process of its own."""
+    """Return the text that the exported model generates, loaded into memory in a process of its own."""
     program = (
         "import sys, torch, transformers as t; "
         "from memascend.ops.half_linear import choose_products; "
@@ -380,9 +380,12 @@ def text_of(folder: Path) -> str:
 
 
 def product_seconds(args: argparse.Namespace) -> dict[str, Any]:
-    """The matrix products of a step, each timed alone: a block's forward product twice (it is computed again in
-    backward), the head's once, and two of backward. In the type that training computes them in, without conversions. No
-    attention and nothing elementwise: a lower bound."""
+    """Time each matrix product of a step alone, and return their sum and the rows.
+
+    A block's forward product counts twice (it is computed again in backward), the head's once, and backward has two
+    products each. They run in the dtype that training computes in, without conversions. Attention and elementwise
+    operations are left out, so the sum is a lower bound.
+    """
     import torch
 
     from memascend.integrations.pretrained import parameter_shapes
@@ -420,12 +423,15 @@ def _seconds(product: Any) -> float:
 
 
 def _mix(step: dict[str, Any]) -> int:
-    """Per cent of reads."""
+    """Return the share of reads in percent."""
     return round(100 * step["read_bytes"] / (step["read_bytes"] + step["written_bytes"]))
 
 
 def drive_rate(folder: Path, read_percent: int) -> dict[str, Any]:
-    """fio with direct I/O, mebibytes at a time and 16 of them in flight, reads and writes mixed; of both together."""
+    """Measure mixed reads and writes by fio with direct I/O, 1 MiB blocks and queue depth 16.
+
+    `bytes_per_s` is the rate of reads and writes together.
+    """
     file = folder / "fio"
     command = ["fio", "--name=mixed", f"--filename={file}", f"--size={_FIO_BYTES}", "--rw=randrw", "--bs=1m"]
     command += [f"--rwmixread={read_percent}", "--direct=1", "--ioengine=libaio", "--iodepth=16"]

@@ -1,11 +1,11 @@
-"""A process that has imported what every training run imports, and forks one for each run that asks.
+"""A process that has imported everything that training runs import, and forks one child per requested run.
 
-Torch, DeepSpeed and transformers take ten seconds to import: a third of a short run. Snakemake starts this process
-when it starts and names the socket in MEMASCEND_FORK_SERVER; ``children.start`` asks there. Nothing is imported before
-the first request, and no thread is started, so that a fork is whole. A forked run dies with who asked for it, and with
-this process.
+Torch, DeepSpeed and transformers take ten seconds to import: a third of a short run. Snakemake starts this process at
+its start and names the socket in MEMASCEND_FORK_SERVER, which ``children.start`` connects to. The imports wait for the
+first request, and no thread is started, so that a fork is complete. A forked run is killed when its requester or this
+process ends.
 
-usage: python -m workflows.run.fork_server SOCKET     (not for people)
+usage: python -m workflows.run.fork_server SOCKET     (started by other programs only)
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ SOCKET = "MEMASCEND_FORK_SERVER"
 _LENGTH = struct.Struct("!Q")
 _CONNECTION_LOST = 255
 
-# log (a path), environment, folder, fds (names in the job of the descriptors sent), and what the server's run needs.
+# Keys: log (a path), environment, folder, fds (names in the job of the descriptors sent), and the keys of the run
+# function.
 Request = dict[str, Any]
 
 
 class ForkedRun:
-    """What a Popen is to a spawned run: ``pid``, ``returncode``, ``poll``, ``wait``. The run leads its own group."""
+    """Handle of a forked run with the interface of Popen: ``pid``, ``returncode``, ``poll``, ``wait``.
+
+    The run leads its own process group.
+    """
 
     def __init__(self, address: str, request: Request, descriptors: tuple[int, ...]) -> None:
-        """Raises OSError where no server answers."""
+        """Send the request and its descriptors; raise OSError if no server answers."""
         self.returncode: int | None = None
         self._connection = socket.socket(socket.AF_UNIX)
         try:
@@ -59,7 +63,10 @@ class ForkedRun:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, negative for a signal; 255 where the server is gone. Raises subprocess.TimeoutExpired."""
+        """Return the exit status, negative for a signal, or 255 if the server has ended.
+
+        Raises subprocess.TimeoutExpired.
+        """
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("forked run", timeout or 0)
@@ -70,22 +77,22 @@ class ForkedRun:
 
 
 class Server:
-    """Serves ``run(request)`` in a fork for each request. ``prepare`` is called once, before the first."""
+    """Serve each request by ``run(request)`` in a fork; ``prepare`` is called once, before the first fork."""
 
     def __init__(self, address: str, prepare: Callable[[], None], run: Callable[[Request], None]) -> None:
         self._prepare: Callable[[], None] | None = prepare
         self._run = run
-        self._runs: dict[int, tuple[socket.socket, int]] = {}  # who asked, and a descriptor of the process, by its id
+        self._runs: dict[int, tuple[socket.socket, int]] = {}  # pid -> (connection to the requester, pidfd)
         self._ready = selectors.DefaultSelector()
         self._listening = socket.socket(socket.AF_UNIX)
         unannounced = f"{address}.{os.getpid()}"
         self._listening.bind(unannounced)
         self._listening.listen()
-        os.rename(unannounced, address)  # who finds the address can connect
+        os.rename(unannounced, address)  # once the address exists, a connection is accepted
         self._ready.register(self._listening, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """For ever; in a fork it ends with the run."""
+        """Serve requests without end; in a fork, the process ends with the run."""
         while True:
             for key, _ in self._ready.select():
                 if key.fileobj is self._listening:
@@ -94,7 +101,7 @@ class Server:
                         self._fork(connection)
                 elif isinstance(key.fileobj, int):
                     self._collect(key.data)
-                elif key.data in self._runs:  # who asked has gone
+                elif key.data in self._runs:  # the requester closed its connection
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(key.data, signal.SIGKILL)
                     self._ready.unregister(key.fileobj)
@@ -108,12 +115,12 @@ class Server:
                 self._prepare()
                 self._prepare = None
                 gc.collect()
-                gc.freeze()  # a collection in a fork then leaves the shared pages alone
+                gc.freeze()  # so that a collection in a fork leaves the shared pages untouched
             pid = os.fork()
             if pid == 0:
                 self._become_the_run(request, descriptors, connection)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(pid, pid)  # before anybody can ask to have the group killed
+                os.setpgid(pid, pid)  # before anything can kill the group
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -148,7 +155,7 @@ class Server:
             os._exit(1)
 
     def _collect(self, pid: int) -> None:
-        """The status of a run that has ended goes to who asked for it."""
+        """Send the exit status of a run that has ended to its requester."""
         _, status = os.waitpid(pid, 0)
         connection, handle = self._runs.pop(pid)
         with contextlib.suppress(OSError):
@@ -165,7 +172,7 @@ def main() -> int:
 
     child.die_with_parent()
     settings = children.environment(0, 1, 0, os.cpu_count() or 1)
-    if settings != dict(os.environ):  # the C library and OpenMP read theirs at their start
+    if settings != dict(os.environ):  # the C library and OpenMP read their settings at startup
         os.execve(sys.executable, [sys.executable, "-m", "workflows.run.fork_server", *sys.argv[1:]], settings)
     with contextlib.suppress(KeyboardInterrupt):
         Server(sys.argv[1], child.import_everything, child.run_forked).serve()

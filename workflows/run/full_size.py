@@ -30,7 +30,7 @@ CASES = (
     "lohan:optimized:llama3.2-3b",
 )
 PREDICTS = 8
-_TOKENS = 128  # of the full model
+_TOKENS = 128  # of the full model, per sequence
 _STEPS = 3
 _GIB = 1 << 30
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(case: str, k: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One run; `full_bytes` is what it says of the full model. `reason`: why it has none."""
+    """Run one case; `full_bytes` is its estimate for the full model, or None, and then `reason` says why."""
     system, arm, model = case.split(":")
     run = _trained if system == "lohan" else _under_deepspeed
     with children.scratch_folder(args.folder) as place:
@@ -147,7 +147,7 @@ def _run(command: list[str], limit: float | None = None) -> None:
 
 
 def summary(points: list[dict[str, Any]], predicted: dict[str, Any]) -> dict[str, Any]:
-    """By case: bytes of the full model by k, and those of k = 1 over what was predicted of them."""
+    """Return by case the bytes of the full model for each k, and for k = 1 the ratio to the prediction."""
     found: dict[str, Any] = {}
     for point in points:
         found.setdefault(point["case"], {"full_bytes": {}})["full_bytes"][str(point["k"])] = point["full_bytes"]

@@ -30,10 +30,10 @@ from workflows.run import children, provenance
 from workflows.run.training import job_of, parameters_of, parser, point, require_space, sizes_of
 
 POINT = ("sequence", "batch", "accumulation")
-WARM_UP_STEPS = 2  # the first makes the Adam states, the second the prefetcher's records
+WARM_UP_STEPS = 2  # the first creates the Adam states, the second the prefetcher's records
 
 
-SAVED = ("copied", "referenced")  # states of a checkpoint
+SAVED = ("copied", "referenced")  # how a checkpoint stores the states
 ARMS = {"nargs": "+", "required": True, "metavar": "SYSTEM:ARM:DTYPE[:ENVIRONMENT]"}
 
 
@@ -50,7 +50,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def interpreter(environment: str) -> str:
-    """The Python of an environment that make has built; ours where none is named."""
+    """Return the Python of an environment that make has built; ours if none is named."""
     if not environment:
         return sys.executable
     python = Path(f".cache/envs/{environment}/bin/python").absolute()
@@ -60,7 +60,7 @@ def interpreter(environment: str) -> str:
 
 
 class Arm:
-    """One process that steps when it is asked to."""
+    """The process or processes of one arm, which step on request."""
 
     def __init__(self, word: str, args: argparse.Namespace, twin: Any) -> None:
         words = word.split(":")
@@ -79,10 +79,10 @@ class Arm:
         spec = RunSpec(run_id=args.run_id, model=args.model, k=args.k, steps=1, seed=0, ranks=self.ranks, **more)
         sizes = sizes_of(twin, self.ranks)
         require_space(self.swap, sizes.parameters)
-        for place in getattr(args, "paths", [])[1:]:  # of several: a system's folder in the first leads to the others
+        for place in getattr(args, "paths", [])[1:]:  # the system's folder in the first links to the others
             (place / self.swap.name).mkdir(exist_ok=True)
             (self.swap / place.name).symlink_to(place / self.swap.name)
-        self.streamed = not hasattr(self.system, "deepspeed_config")  # by memascend's own engine
+        self.streamed = not hasattr(self.system, "deepspeed_config")  # whether memascend's own engine runs this arm
         self.config = {} if self.streamed else self.system.deepspeed_config(spec, sizes, str(self.swap))
         self.parts = {} if self.streamed else self.system.parts(self.arm)
         self.model = {"model": args.model, "twin": args.k, "dtype": self.dtype, "ways": [self.arm]}
@@ -114,7 +114,7 @@ class Arm:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What tells this arm from the others in a record."""
+        """The fields that identify this arm in a record."""
         here = {"system": self.system_name, "arm": self.arm, "dtype": self.dtype}
         return here | ({"environment": self.environment} if self.environment else {})
 
@@ -122,7 +122,7 @@ class Arm:
         self.deepspeed = self.wait_lines(deadline)[0].split()[1]
 
     def wait_lines(self, deadline: float) -> list[str]:
-        """The next line of each rank; raises TimeoutError, or RuntimeError with the end of its log."""
+        """Return the next line of each rank; raise TimeoutError, or RuntimeError with the end of its log."""
         lines = []
         for rank, done in enumerate(self.done):
             if not select.select([done], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -139,7 +139,7 @@ class Arm:
         return of_ranks([json.loads(line) for line in self.wait_lines(deadline)])
 
     def end(self) -> None:
-        """Kill the processes; their swap files and shared buffers go with them."""
+        """Kill the processes; remove their swap files and shared buffers."""
         for process in getattr(self, "processes", []):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ class Arm:
 
 
 def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ranks took for a step: the longest of their seconds, all their bytes, one list of their transfers."""
+    """Combine the ranks' measurements of a step: the longest seconds, the sum of bytes, one list of transfers."""
     first, *others = steps
     if not others:
         return first
@@ -159,7 +159,7 @@ def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
         values = [step[name] for step in steps]
         if name.endswith("_s") or name == "seconds":
             found[name] = max(values)
-        elif name == "paths":  # bytes of all, and the first rank's rates
+        elif name == "paths":  # bytes of all ranks, and the first rank's rates
             found[name] = [[sum(each[0] for each in path), *path[0][1:]] for path in zip(*values, strict=True)]
         else:
             found[name] = sum(values, [] if isinstance(value, list) else 0)
@@ -169,8 +169,11 @@ def of_ranks(steps: list[dict[str, Any]]) -> dict[str, Any]:
 def rounds(
     arms: list[Arm], points: Sequence[tuple[int, ...]], count: int, deadline: float, warm_up: int = WARM_UP_STEPS
 ) -> list[dict[str, Any]]:
-    """Every step of every arm at every point (tokens, batch, and perhaps accumulated batches), after `warm_up` rounds;
-    the order of the arms turns round in each."""
+    """Measure every step of every arm at every point, after warm-up rounds.
+
+    Points are (tokens, batch) or (tokens, batch, accumulated batches). The first point has `warm_up` warm-up rounds and
+    later ones have one. The order of the arms alternates between rounds.
+    """
     out = []
     for at in points:
         steps: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
@@ -187,7 +190,7 @@ def rounds(
 
 
 def checkpoints(arms: list[Arm], count: int, deadline: float) -> list[dict[str, Any]]:
-    """Seconds and bytes written of each arm's checkpoints beside its swap files, in both ways, in turns."""
+    """Measure seconds and bytes written of each arm's checkpoints next to its swap files, in both ways in turn."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for number in range(count):
         for way in SAVED if number % 2 else reversed(SAVED):
@@ -207,7 +210,7 @@ def checkpoints(arms: list[Arm], count: int, deadline: float) -> list[dict[str, 
 
 @contextlib.contextmanager
 def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -> Iterator[list[Arm]]:
-    """The arms, each a process of so many threads (0: all cores) that was started; they end with the block."""
+    """Yield the started arms, with this many threads each (0: all cores); they end with the block."""
     ready(args.out.parent, "--out")
     arms: list[Arm] = []
     try:
@@ -223,13 +226,13 @@ def started(args: argparse.Namespace, twin: Any, threads: int = 0, **how: Any) -
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a record follows from the command line alone."""
+    """Return the record's fields that follow from the command line alone; None marks a field that must be absent."""
     spec, points = model_spec(args.model), [list(point(text)) for text in args.points]
     return turns_requested(args, spec) | {"points_requested": points, "time_twin": None, "duplex": None}
 
 
 def turns_requested(args: argparse.Namespace, spec: Any) -> dict[str, Any]:
-    """As `requested`, of every program in which arms of this model take turns; None is what it must not have."""
+    """Return such fields of every program in which arms of this model take turns."""
     words = [[*word.split(":"), None][:4] for word in args.arms]
     arms = [dict(zip(("system", "arm", "dtype", "environment"), each, strict=True)) for each in words]
     twin = {"k": args.k, "parameters": parameters_of(spec, args.k)}
@@ -244,7 +247,7 @@ def of_turns(args: argparse.Namespace) -> dict[str, Any]:
 def write(
     args: argparse.Namespace, program: str, twin: Any, arms: list[Arm], *, committed: bool = True, **fields: Any
 ) -> dict[str, Any]:
-    """The record of a run in which arms took turns; `committed`: the model is one of memascend/planner/models."""
+    """Write the record of a run in which arms took turns; `committed`: the model is in memascend/planner/models."""
     systems, models = sorted({arm.system_name for arm in arms}), [args.model] if committed else []
     code = staleness.digest(f"workflows.run.{program}", systems, models)
     common = of_turns(args) | {

@@ -34,13 +34,13 @@ from workflows import staleness
 from workflows.run import provenance
 
 FORMATS = ("fp32", "bf16", "int8")
-EVALUATED = 64  # sequences that are held out
+EVALUATED = 64  # number of held-out sequences
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a Llama model with tied embeddings and heads of 64 (tiny: 16)."""
+    """Size of a Llama model with tied embeddings; each head has `head` elements."""
 
     width: int
     layers: int
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each format the held-out loss at the end, over its seeds, beside the range of the fp32 seeds."""
+    """Return for each format the final held-out loss over its seeds, and the range of the fp32 seeds."""
     ends = {(run["states"], run["seed"]): run["evaluated"][-1] for run in runs}
     reference = {seed: loss for (states, seed), loss in ends.items() if states == "fp32"}
     out = []
@@ -145,7 +145,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(record: dict[str, Any], file: Path) -> None:
-    """Held-out loss over steps: a line for each format, the mean of its seeds, in the band between them."""
+    """Plot held-out loss over steps: for each format the mean of its seeds, in the band between them."""
     from workflows.panels import style
 
     figure, axes = style.plt.subplots(figsize=(6, 4))
@@ -167,7 +167,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
 
 def _run(args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> dict[str, Any]:
-    """Of one format and seed; from its file if it is there."""
+    """Return the run of one format and seed, from its file if that exists."""
     told = [args.size, states, seed, args.steps, args.batch, args.context, args.lr, args.every, args.compute]
     name = "-".join(str(word) for word in told)
     finished, checkpoint = args.folder / f"{name}.json", args.folder / f"{name}.pt"
@@ -209,7 +209,7 @@ class _Training:
         first = draws.integers(0, len(self.train) - self.args.context, self.args.batch)
         loss = self._loss(np.stack([self.train[i : i + self.args.context + 1] for i in first]))
         loss.backward()
-        # One transfer of each kind per step: a GPU that several runs share is waited for at each.
+        # One transfer of each kind per step: each one waits for a GPU that several runs share.
         flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
         norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
         gradients = flat.to(torch.bfloat16).cpu().split([parameter.numel() for parameter in self.parameters])
@@ -252,7 +252,7 @@ class _Training:
 
     @torch.no_grad()
     def _give_weights(self) -> None:
-        """What the model computes with is bf16 in every format."""
+        """Copy the weights to the model in bf16, which it computes with in every format."""
         flat = torch.cat([kept["param"].bfloat16() for kept in self.kept]).to(self.args.device)
         weights = flat.split([parameter.numel() for parameter in self.parameters])
         for parameter, weight in zip(self.parameters, weights, strict=True):
@@ -260,7 +260,7 @@ class _Training:
 
 
 def _kept(weight: torch.Tensor, states: str) -> dict[str, Any]:
-    """Parameter and states of one tensor, flat."""
+    """Return the flat parameter and states of one tensor."""
     numel = weight.numel()
     if states == "int8":
         shapes: list[Any] = [(numel,), (numel,), scales_shape(numel)]
@@ -273,7 +273,7 @@ def _kept(weight: torch.Tensor, states: str) -> dict[str, Any]:
 
 
 def _numbered(kept: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """With the number of the first element; every tensor begins a block."""
+    """Yield each tensor with the index of its first element; every tensor begins a new block."""
     first = 0
     for one in kept:
         yield first, one

@@ -17,8 +17,8 @@ from workflows import staleness
 from workflows.run import provenance
 
 KIND = "no-result"
-TIMED_OUT, ENDED_BY_A_PERSON = 124, (130, 143)  # of `timeout`; of a shell, after the two signals
-SMALL = 1 << 16  # bytes: no other record has to be read to know that it is none of these
+TIMED_OUT, ENDED_BY_A_PERSON = 124, (130, 143)  # exit status of `timeout`; of a shell after SIGINT and SIGTERM
+SMALL = 1 << 16  # bytes; larger records are of other kinds and need not be read
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def reason(record: Path) -> str:
-    """Why a run has no result; empty where it has one."""
+    """Return why a run has no result; empty if it has one."""
     if not record.exists() or record.stat().st_size > SMALL:
         return ""
     said = json.loads(record.read_text())
@@ -49,13 +49,13 @@ def reason(record: Path) -> str:
 
 
 def forget_failures(raw: Path) -> None:
-    """Remove the records of failures below `raw`, so that those runs are made again."""
+    """Remove the records of failures in `raw`, so that those runs are repeated."""
     for path in failures(raw):
         path.unlink()
 
 
 def failures(raw: Path) -> list[Path]:
-    """Records of failures below `raw`."""
+    """Return the records of failures in `raw`."""
     return [path for path in sorted(raw.glob("*.json")) if reason(path).startswith("failed")]
 
 

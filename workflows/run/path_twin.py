@@ -58,7 +58,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a record follows from the command line alone."""
+    """Return the fields of the record that follow from the command line alone."""
     return turns_requested(args, spec("mlpoffload", args.model)) | paths_requested(args) | {"time_twin": None}
 
 
@@ -68,7 +68,7 @@ def paths_requested(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Bytes per second, read and written, of each path."""
+    """Return (bytes read per second, bytes written per second) of each path."""
     try:
         return [(1e6 * float(read), 1e6 * float(write)) for read, write in (word.split("/") for word in args.rates)]
     except ValueError:
@@ -78,7 +78,8 @@ def rates_of(args: argparse.Namespace) -> list[tuple[float, float]]:
 
 
 def rates_here() -> dict[str, Any]:
-    """Micro-benchmarks of this machine. ValueError where there are none: another machine's do not apply."""
+    """Return the micro-benchmarks of this machine; raise ValueError if it has none, since another machine's do not
+    apply."""
     path = REFERENCE / provenance.host()["name"] / "validation.json"
     if not path.exists():
         how = "name the machine with MEMASCEND_HOST, or measure it with python -m workflows.run.validation"
@@ -87,7 +88,8 @@ def rates_here() -> dict[str, Any]:
 
 
 def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> list[dict[str, Any]]:
-    """A point of each arm, as `rounds` gives them: one step, simulated. ValueError as `rates_here`."""
+    """Return one simulated step of each arm at each point, in the form that `rounds` returns. ValueError as
+    `rates_here`."""
     found = rates_here()
     paths = [
         {"name": f"path{n}", "read_gb_per_s": read / 1e9, "write_gb_per_s": written / 1e9, "duplex": not args.simplex}
@@ -98,7 +100,7 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
     points = []
     for arm, (tokens, batch, *more) in itertools.product(arms, points_of(args)):
         zero, batches = arm.config["zero_optimization"], (more or [1])[0]
-        buffers = zero["offload_optimizer"].get("buffer_count", 1)  # none where the states stay in host memory
+        buffers = zero["offload_optimizer"].get("buffer_count", 1)  # absent where the states stay in host memory
         sizes = SwapSizes(sub_group_size=zero["sub_group_size"], optimizer_buffers=buffers, bounce_buffers=False)
         words = {"system": arm.system_name, "arm": arm.arm, "dtype": arm.dtype}
         size = {"batch": batch, "context": tokens, "ranks": args.ranks, "accumulation": batches}
@@ -118,7 +120,11 @@ def points_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
 
 @contextlib.contextmanager
 def places(args: argparse.Namespace, size: int) -> Iterator[tuple[list[Path], dict[str, list[Any]], list[Any]]]:
-    """Folders of the paths; what a token bucket holds each to; the devices that the kernel holds."""
+    """Yield the folders of the paths, the rates that token buckets enforce by folder, and the devices that the kernel
+    limits.
+
+    Either the rates or the devices are empty.
+    """
     rates = rates_of(args)
     Path(args.nvme).mkdir(parents=True, exist_ok=True)
     with children.scratch_folder(Path(args.nvme).absolute()) as folder, contextlib.ExitStack() as stack:

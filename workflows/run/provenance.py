@@ -1,4 +1,4 @@
-"""Who made a record: host, versions, commit, code digest, and the key that all of it hashes to."""
+"""The origin of a record: host, versions, commit, code digest, and the key that they hash to."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any
 
 from workflows.staleness import versions
 
-_BEGAN = time.monotonic()  # a record's program has a process of its own
+_BEGAN = time.monotonic()  # each record is made by a process of its own
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "MEMASCEND_HOST"  # the machine's name in records and tables
-EXHIBITS = "MEMASCEND_EXHIBITS"  # {run id: exhibits that are drawn from it}, from the rules
+EXHIBITS = "MEMASCEND_EXHIBITS"  # {run id: exhibits drawn from it}, set by the rules
 
 
 def cache_dir() -> Path:
-    """Per-user cache (``MEMASCEND_CACHE``, else XDG): tokenizers and their text."""
+    """Return the per-user cache (``MEMASCEND_CACHE``, else XDG) for tokenizers and their text."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("MEMASCEND_CACHE") or Path(base) / "memascend")
 
 
 def record_key(record: dict[str, Any]) -> str:
-    """Hash of the resolved configuration, versions, code digest and host; never of results, commit or date."""
+    """Return a hash of the resolved configuration, versions, code digest and host; never of results, commit or date."""
     inputs = [
         *("run_id", "kind", "system", "arm", "parts", "model", "twin", "dtype", "ranks", "sequence", "batch"),
         *("steps", "seed", "mode", "device", "checkpointing", "stacks", "matmul", "evaluate_every", "gpus"),
@@ -66,8 +66,10 @@ def _git(*arguments: str) -> str:
 
 
 def write_record(out: Path, run_id: str, kind: str, code_digest: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run, whole or not at all; `fields` stand over those that every record has. `code_digest` is
-    that of `workflows.staleness`."""
+    """Write the record of a run atomically and return it; `fields` override the fields that every record has.
+
+    `code_digest` is the digest of `workflows.staleness`.
+    """
     record = {
         "schema_version": 1,
         "key": "",
@@ -91,7 +93,7 @@ def write_record(out: Path, run_id: str, kind: str, code_digest: str, fields: di
 
 
 def atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Call ``write`` on a temporary file beside ``path``, then rename: nobody sees half a file."""
+    """Call ``write`` on a temporary file next to ``path``, then rename it, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
@@ -105,8 +107,11 @@ def atomically(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def program(name: str, run: Callable[[], int], *expected: type[Exception]) -> int:
-    """What `run` returns; 2 after a line for what cannot be run, and a clean end where it is told to end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes, swap files and loop devices go too
+    """Return the result of `run`; print one line and return 2 for an error in the inputs.
+
+    SIGTERM ends the program in an orderly way.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that swap files, loop devices and processes go too
     try:
         return run()
     except (ValueError, OSError, *expected) as error:

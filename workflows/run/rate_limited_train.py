@@ -1,9 +1,9 @@
-"""`memascend train` on drives of known speed (`memascend.bench.rate_limit`); not for people.
+"""`memascend train` on drives of known speed (`memascend.bench.rate_limit`); started by other programs only.
 
 usage: python -m workflows.run.rate_limited_train RATES ARGUMENT ...
 
-RATES is JSON, folder -> bytes per second read and written; each direction has its own. Without folders no path is
-slowed. ARGUMENTs are those of `memascend train`.
+RATES is JSON, folder -> [bytes read per second, bytes written per second]; the directions do not share a rate. An empty
+object slows no path. ARGUMENTs are those of `memascend train`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RATES = "MEMASCEND_RATE_LIMITS"
 
 
 def main() -> int:
-    """In the process of a rank, which `start` begins with a job alone, slow its paths and train."""
+    """Start the training; in a rank's process, which `start` calls with only a job, limit its paths and train."""
     if len(sys.argv) == 2:
         from memascend.bench.rate_limit import limit_process
         from memascend.training import worker

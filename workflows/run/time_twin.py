@@ -74,7 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def target_ratios(args: argparse.Namespace, where: MachineSpec) -> dict[str, float]:
-    """Seconds of the first arm's work on the testbed, by resource."""
+    """Return the seconds of the first arm's work on the testbed by resource."""
     system, arm, dtype = args.arms[0].split(":")
     shape = {"ranks": args.ranks, "batch": args.batch, "context": args.context}
     work = papers(Workload(spec=model_spec(args.model), system=system, arm=arm, dtype=dtype, **shape))
@@ -85,14 +85,15 @@ def target_ratios(args: argparse.Namespace, where: MachineSpec) -> dict[str, flo
 
 
 def tokens_for(device_s: float, tried: list[tuple[int, float]]) -> int:
-    """A length whose products take so long, by a line through two that were tried; a multiple of 8."""
+    """Return the number of tokens whose products take `device_s`, by a line through two trials; a multiple of 8."""
     (short, of_short), (long, of_long) = tried
     slope = max((of_long - of_short) / (long - short), 1e-9)
     return max(8, 8 * round((short + (device_s - of_short) / slope) / 8))
 
 
 def rates_for(ssd_s: float, read: float, written: float, where: MachineSpec) -> tuple[float, float]:
-    """Bytes per second, read and written, in the testbed's ratio, at which one step's bytes take so long."""
+    """Return (bytes read per second, written per second) at which a step's I/O takes `ssd_s`, in
+    the testbed's ratio."""
     at_full_rate = read / where.ssd_read_bytes_per_s + written / where.ssd_write_bytes_per_s
     factor = at_full_rate / ssd_s
     return where.ssd_read_bytes_per_s * factor, where.ssd_write_bytes_per_s * factor
@@ -105,7 +106,7 @@ def measure(
     limit_cpu: Callable[[float], None],
     where: MachineSpec,
 ) -> dict[str, Any]:
-    """The fields of the record that are measured."""
+    """Measure and return the measured fields of the record."""
     deadline = time.monotonic() + args.time_limit
     for arm in arms:
         arm.wait_until_ready(deadline)
@@ -115,7 +116,7 @@ def measure(
     line = [(point["sequence"], slower * point["device_s"][0]) for point in pilot]
 
     def tune(host_s: float) -> tuple[int, float, float]:
-        """A length, by the line as far as it is known, and the drive's rates, which hold from now on."""
+        """Return the length by the line so far and the rates of the drive, which are enforced from now on."""
         wanted = {name: seconds * host_s / aim["host"] for name, seconds in aim.items()}
         rates = rates_for(wanted["ssd"], pilot[0]["bytes_read"][0], pilot[0]["bytes_written"][0], where)
         path.limit(*rates)
@@ -153,7 +154,7 @@ def measure(
 
 
 def against(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How much more throughput an arm has than the first, and in which phase its seconds are fewer: by round."""
+    """Compare an arm with the first: its gain in throughput by round, and the median seconds saved in each phase."""
 
     def step(point: dict[str, Any]) -> list[float]:
         return [sum(each) for each in zip(*(point[f"{name}_s"] for name in ("forward", "backward", "optimizer")))]

@@ -1,6 +1,7 @@
 """Run one training experiment in its own process(es), measure it, and write one immutable run record.
 
-Out of memory and time-out under the stated limit are records; a crash is kept aside (``<out>.crash.log``) and exits 1.
+Out of memory and time-out under the stated limit are records; after a crash, the log is kept in ``<out>.crash.log`` and
+the exit status is 1.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from workflows.refusals import ready
 from workflows.run import children, provenance
 
 MIB = 1 << 20
-# Of the command line, what a rank is told and the record says.
+# Options of the command line that are part of a rank's job and of the record.
 SETTINGS = ("ranks", "seed", "mode", "dtype", "steps", "sequence", "batch", "checkpointing", "device", "matmul")
 SETTINGS += ("evaluate_every",)
-# Of what a rank says, what the record has as it is.
+# Fields of a rank's result that the record has unchanged.
 COUNTED = ("shims", "losses", "skipped_steps", "parameter_tensors", "parameters_on_nvme", "denied_prefetches")
 COUNTED += ("evicted_prefetches", "released_gathered", "buffers_beside_pool")
 COUNTED += ("pool_fallbacks", "pool_fallback_wasted_bytes")
 FREE_SPACE_FACTOR = 24  # bytes per parameter on the swap device: 18 are written each step, plus gradients and slack
 
 
-# What is asked of a run: option -> what argparse is told, beside the default where that is no part of it.
+# Options of a run -> arguments for argparse; help texts show the default.
 OPTIONS: dict[str, dict[str, Any]] = {
     "run-id": {"required": True, "metavar": "ID", "help": "id of the run"},
     "system": {"required": True, "help": "a folder in baselines/"},
@@ -75,7 +76,7 @@ OPTIONS["points"]["help"] = "several points in one process, --steps of each afte
 
 
 def parser(text: str | None, *names: str, **changed: dict[str, Any]) -> argparse.ArgumentParser:
-    """Of a program with these options, and those of `changed` as it has them."""
+    """Return the parser of a program with these options; `changed` overrides or adds options."""
     p = argparse.ArgumentParser(description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name in (*names, *changed):
         own = changed.get(name, {})
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a record follows from the command line alone; None is what it must not have."""
+    """Return the record's fields that follow from the command line alone; None marks a field that must be absent."""
     fields = {name: getattr(args, name) for name in ("system", "arm", "model", *SETTINGS)}
     return fields | {
         "twin": {"k": args.k, "parameters": parameters_of(model_spec(args.model), args.k)},
@@ -149,7 +150,7 @@ def parameters_of(spec: Any, k: int) -> int:
 
 
 def point(text: str) -> tuple[int, int]:
-    """(tokens, sequences) of a word such as 128x2."""
+    """Return (tokens, sequences) of a word such as 128x2."""
     tokens, x, batch = text.partition("x")
     if not (x and tokens.isdigit() and batch.isdigit()):
         raise ValueError(f"--points: {text!r} is no point; write tokens x sequences, such as 128x2")
@@ -157,7 +158,7 @@ def point(text: str) -> tuple[int, int]:
 
 
 def stack(text: str) -> dict[str, str]:
-    """What a word such as offloaded:sdpa:chunked asks for, in the names of memascend's options of a model."""
+    """Parse a word such as offloaded:sdpa:chunked into memascend's options of a model."""
     words = text.split(":")
     if len(words) != 3:
         raise ValueError(f"--stacks: {text!r} is no stack; write checkpointing:attention:loss, as none:eager:plain")
@@ -165,7 +166,7 @@ def stack(text: str) -> dict[str, str]:
 
 
 def sizes_of(twin: Any, ranks: int) -> Sizes:
-    """What a system's configuration needs to know of the model."""
+    """Return the sizes of the model that a system's configuration depends on."""
     tensors = twin.tensors()
     flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=scaled(MIB, twin.k))
     parameters = sum(tensor.numel for tensor in tensors)
@@ -192,7 +193,7 @@ def require_space(swap: Path, parameters: int) -> None:
 
 
 def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """The job file of one rank: what `workflows.run.child` reads. ``settings`` stand over the defaults."""
+    """Return the job file of one rank, which `workflows.run.child` reads; ``settings`` override the defaults."""
     from memascend.integrations.huggingface import token_file
 
     tokens = token_file(provenance.cache_dir() / "text", min(4096, twin.vocab))
@@ -259,7 +260,10 @@ def _train(
 
 
 def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list[tuple], str]:
-    """Sample every rank's memory until all have ended. Rows: (t_s, rss, anon, file, shmem, locked), sums."""
+    """Sample every rank's memory until all have ended; return the samples and the status.
+
+    A sample is (time in seconds, rss, anon, file, shmem, locked), in bytes, summed over ranks.
+    """
     interval, samples, status = (0.001 if fine else 0.05), [], "ok"
     try:
         while any(c.poll() is None for c in ranks):
@@ -317,9 +321,9 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
             "realigned_reads_per_step": [s["realigned_reads"] for s in first["io_steps"]],
         },
     }
-    if "direct_io" in first:  # of our direct engine: past the page cache, or not
+    if "direct_io" in first:  # only our direct engine reports whether it bypasses the page cache
         fields["io"]["direct"] = all(result["direct_io"] for result in outcome["results"])
-    if "adamw_chunks" in first:  # near their data, and elsewhere: where several nodes have processors
+    if "adamw_chunks" in first:  # chunks near their data and elsewhere, on machines where several NUMA nodes have cores
         fields["adamw_chunks"] = [sum(counts) for counts in zip(*(r["adamw_chunks"] for r in outcome["results"]))]
     if "cuda_peak_bytes" in first:
         fields["cuda_peak_bytes"] = max(r["cuda_peak_bytes"] for r in outcome["results"])
@@ -333,12 +337,12 @@ def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any
 
 
 def _summed(results: list[dict[str, Any]], count: str) -> list[int]:
-    """A counter of each step, summed over ranks."""
+    """Return a counter of each step, summed over ranks."""
     return [sum(step[count] for step in steps) for steps in zip(*(r["io_steps"] for r in results), strict=True)]
 
 
 def _write_trace(out: Path, outcome: dict[str, Any]) -> str:
-    """All samples, thinned to every 10 ms plus each 10 ms window's largest; the SHA-256 of the file."""
+    """Write the samples, thinned to one per 10 ms plus each window's largest, and return the SHA-256 of the file."""
     path = out.with_suffix(".trace.csv")
     rows = account.thin(outcome["samples"], 0.010)
     phases = outcome["results"][0].get("phases", []) if outcome["results"] else []

@@ -1,18 +1,19 @@
 """Compare the simulator with measured steps of this machine, phase by phase.
 
-The SSDs are drives of known speed (`memascend.bench.rate_limit`), with a rate for each direction, and these are the
-simulator's; MLP-Offload has two, all others the first. What the training's thread computes comes from smaller models:
-the same system trains a quarter and half of the blocks of each size (fewer fit into the caches, and say nothing of
-more) on a drive without a limit, what that thread waits for is taken out, and a line in the number of blocks gives each
-block's seconds (its slope) and those of what lies outside the blocks. They also say how long a hook of DeepSpeed's
-computes before it begins to read ahead. Memory, copies and AdamW are micro-benchmarks. No judged step gives a rate. It
-takes an hour, in which the machine has to be free of other work. With `--folder` the traces are kept, and what is there
-is not measured again. `--record` judges what a record measured once more, by the simulator as it is now.
+The SSDs are drives of known speed (`memascend.bench.rate_limit`) with a rate for each direction, and the simulator uses
+these rates; MLP-Offload has two drives, all others the first. The seconds that the training thread computes come from
+smaller models: the same system trains a quarter and half of the blocks at each size (fewer blocks fit into the caches
+and say nothing about more) on a drive without a limit. The thread's waits are subtracted, and a line through the number
+of blocks gives the seconds of each block (its slope) and those outside the blocks. The same runs say how long a hook of
+DeepSpeed computes before it begins to read ahead. Rates of memory, copies and AdamW are micro-benchmarks. No rate is
+taken from a judged step. The measurement takes an hour, in which the machine has to be free of other work. With
+`--folder` the traces are kept, and existing ones are not measured again. `--record` judges the measurements of an
+earlier record again, with the current simulator.
 
-A phase is the time that the training's thread spends in it. A simulated one therefore ends with its last products, and
-the last with the step: transfers go on beside the next phase. A phase that is not simulated (the update of a system
-that keeps its states on the device) is in no row, and in no step; where updates are simulated in the backward pass,
-those that are left after it count as backward.
+A phase is the time that the training thread spends in it. A simulated phase therefore ends with its last products, and
+the last phase with the step, while transfers continue in the next phase. A phase that is not simulated (the update of a
+system that keeps its states on the device) is in no row and in no step. Where updates are simulated in the backward
+pass, updates after it count as backward.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from workflows.run import children, provenance
 Run = tuple[str, str]  # system, arm
 Point = tuple[int, int, int]  # k of the twin, tokens per sequence, sequences
 
-# (system, arm) -> what else `memascend train` is told. DeepSpeed's pipelined swapper is an arm of MLP-Offload's.
+# (system, arm) -> further options of `memascend train`. DeepSpeed's pipelined swapper is an arm of MLP-Offload.
 RUNS: dict[Run, dict[str, Any]] = {
     ("zero_infinity", "as_published"): {},
     ("mlp_offload", "zero3"): {},
@@ -75,12 +76,12 @@ UPDATES_IN_BACKWARD = ("lohan", "optimized")
 IN_MEMORY = (("zero_offload", "today"), ("cxl", "cxl_aware"))  # they move nothing to a drive
 PHASES = ("forward", "backward", "optimizer")
 MODEL, DTYPE = "llama3.2-1b", "bf16"
-POINTS: tuple[Point, ...] = ((8, 256, 2), (4, 32, 1), (4, 256, 2))  # of the last two, storage binds one, products one
-BLOCKS = (4, 8)  # of the smaller models; the judged ones have 16
-ROUNDS = ("before", "after")  # the smaller models of a case: minutes before and after its judged steps; machines drift
-LEAST_S = 1e-6  # of a block in a phase, where noise says less than nothing
-STEPS = 6  # the first is left out
-DRIVES = {"faster": 1.0, "slower": 0.5}  # name -> of the rates of PATHS
+POINTS: tuple[Point, ...] = ((8, 256, 2), (4, 32, 1), (4, 256, 2))  # second: bound by storage; third: by products
+BLOCKS = (4, 8)  # blocks of the smaller models; the judged models have 16
+ROUNDS = ("before", "after")  # smaller models run minutes before and after the judged steps, since machines drift
+LEAST_S = 1e-6  # least seconds of a block in a phase, where noise gives less than zero
+STEPS = 6  # the first is not counted
+DRIVES = {"faster": 1.0, "slower": 0.5}  # name -> factor on the rates of PATHS
 PATHS = [{"name": "path0", "read_gb_per_s": 0.6, "write_gb_per_s": 0.45, "duplex": True}]
 PATHS += [{"name": "path1", "read_gb_per_s": 0.3, "write_gb_per_s": 0.225, "duplex": True}]
 _ADAM_NUMEL = 30_000_000
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.record:
         ready(args.out.parent, "--out")
         return _written(args.out, args.run_id, judge_again(args.record))
-    if MALLOC.items() - os.environ.items():  # the benchmarks allocate as the trainings do
+    if MALLOC.items() - os.environ.items():  # benchmarks use the same allocator settings as training
         os.execve(
             sys.executable, [sys.executable, "-m", "workflows.run.validation", *sys.argv[1:]], os.environ | MALLOC
         )
@@ -123,7 +124,7 @@ def _written(out: Path, run_id: str, found: dict[str, Any]) -> int:
 
 
 def measure(folder: Path) -> None:
-    """Rates, then of each case the judged steps between those of its smaller models."""
+    """Measure the rates, then for each case the judged steps, before and after which its smaller models run."""
     if not (folder / "rates.json").exists():
         (folder / "rates.json").write_text(json.dumps(rates_here(), indent=1) + "\n")
     paths = [folder / "drives" / path["name"] for path in PATHS]
@@ -136,7 +137,7 @@ def measure(folder: Path) -> None:
 
 
 def smaller_models(folder: Path, paths: list[Path], run: Run, point: Point, when: str) -> None:
-    """What the training's thread computes, from runs on a drive without a limit."""
+    """Train the smaller models on a drive without a limit; they give the seconds that the training thread computes."""
     for blocks in BLOCKS:
         train(folder, dict.fromkeys(paths), run, point, f"{blocks}-{when}", _fewer_blocks(folder, blocks))
 
@@ -152,14 +153,14 @@ def drives_of(run: Run) -> list[str]:
 
 
 def traces_of(folder: Path, run: Run, point: Point, called: str) -> list[Path]:
-    """`called`: a drive, or the number of blocks of a smaller model and when it was trained."""
+    """Return the trace files; `called` is a drive, or a smaller model's number of blocks and when it was trained."""
     k, context, batch = point
     name = f"{'-'.join(run)}-k{k}-c{context}-b{batch}-{called}"
     return [folder / f"{name}-{step}.json" for step in range(2, STEPS + 1)]
 
 
 def told(run: Run, point: Point, model: str) -> dict[str, Any]:
-    """Keys of `memascend train`."""
+    """Return the options of `memascend train`."""
     k, context, batch = point
     sizes = {"twin": k, "context": context, "batch": batch, "steps": STEPS, "eval_sequences": 0, "clip": 0.0}
     text = {"data": [str(_TEXT)], "files": "*.py"}
@@ -168,15 +169,15 @@ def told(run: Run, point: Point, model: str) -> dict[str, Any]:
 
 
 def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: Point, called: str, model: str) -> None:
-    """Steps by `memascend train`, each but the first leaves its trace; what is there is kept. `paths`: the bytes per
-    second that each reads and writes, None: as fast as it can. With the last trace it is stopped: the checkpoint that
-    would follow takes as long as the steps."""
+    """Train by `memascend train` and keep the trace of each step but the first; existing traces are kept. `paths` has
+    the bytes per second that each reads and writes, None: no limit. The training is stopped after the last trace,
+    because the checkpoint that would follow takes as long as the steps."""
     *_, last = traces = traces_of(folder, run, point, called)
     if _is_whole(last):
         return
     name, output = traces[0].stem.removesuffix("-2"), folder / "run"
-    drives = {path.parent for path in paths}  # what slows a path keeps a file beside it
-    for left in (output, *drives):  # by a call that was killed
+    drives = {path.parent for path in paths}  # the rate limiter keeps a file next to the path
+    for left in (output, *drives):  # left by a call that was killed
         shutil.rmtree(left, ignore_errors=True)
     for path in paths:
         path.mkdir(parents=True)
@@ -189,7 +190,7 @@ def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: 
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as training:
         while training.poll() is None and not _is_whole(last):
             time.sleep(0.1)
-        for number in (signal.SIGTERM, signal.SIGINT):  # the second one quits at once
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second signal quits at once
             training.send_signal(number)
     if not _is_whole(last):
         raise subprocess.CalledProcessError(training.returncode, command)
@@ -206,7 +207,7 @@ def _is_whole(trace: Path) -> bool:
 
 
 def _fewer_blocks(folder: Path, blocks: int) -> str:
-    """A folder that `memascend train` takes for the model with this many blocks."""
+    """Write the model with this many blocks as a folder that `memascend train` accepts, and return the folder."""
     made = folder / f"model-{blocks}"
     made.mkdir(exist_ok=True)
     config = dataclasses.replace(model_spec(MODEL), layers=blocks).hf_config_dict()
@@ -215,7 +216,7 @@ def _fewer_blocks(folder: Path, blocks: int) -> str:
 
 
 def rates_here() -> dict[str, Any]:
-    """Micro-benchmarks, each with what it is of."""
+    """Run the micro-benchmarks, and return them with their conditions."""
     import torch
 
     from memascend.engine.swap import link_rate
@@ -231,7 +232,7 @@ def rates_here() -> dict[str, Any]:
 
 
 def adamw_rate() -> float:
-    """Bytes per second of DeepSpeed's AdamW over fp32 states, by `memascend bench adamw`: 28 per element."""
+    """Return bytes per second of DeepSpeed's AdamW over fp32 states (28 per element), by `memascend bench adamw`."""
     command = [sys.executable, "-m", "memascend.cli", "bench", "adamw", "--json"]
     command += ["--numels", str(_ADAM_NUMEL), "--repeats", "5"]
     done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -244,7 +245,7 @@ def steps_of(folder: Path, run: Run, point: Point, called: str) -> list[StepOf]:
 
 
 def seconds_of(folder: Path, run: Run, point: Point, drive: str, phases: Collection[str]) -> dict[str, float]:
-    """Median seconds of each of the phases, and of all of them together."""
+    """Return the median seconds of each of the phases, and of their sum."""
     steps = [step.phase_s for step in steps_of(folder, run, point, drive)]
     if run == UPDATES_IN_BACKWARD:
         steps = [step | {"backward": step["backward"] + step.get("optimizer", 0.0)} for step in steps]
@@ -254,9 +255,9 @@ def seconds_of(folder: Path, run: Run, point: Point, drive: str, phases: Collect
 
 
 def host_seconds(folder: Path, run: Run, point: Point) -> dict[str, dict[str, float]]:
-    """phase -> seconds of the training's thread without its waits, of each block and of what lies outside of them.
+    """Return phase -> seconds of the training thread without its waits, per block and outside the blocks.
 
-    Of a system whose updates run in another thread, `optimizer` is what that thread computes.
+    For a system whose updates run in another thread, `optimizer` is what that thread computes.
     """
     found = {}
     for phase in PHASES:
@@ -275,8 +276,8 @@ def host_seconds(folder: Path, run: Run, point: Point) -> dict[str, dict[str, fl
 
 
 def hook_seconds(folder: Path, run: Run, point: Point, phase: str) -> float:
-    """Of what the thread computes, how long before it begins to read the next weights: from when it last waited. The
-    lower quartile, because modules without a wait may lie between, which make it longer. 0 where nothing is read."""
+    """Return the seconds that the thread computes after its last wait, before it begins to read the next weights: the
+    lower quartile, because modules without a wait in between make this time longer. 0 if nothing is read."""
     passed = []
     for called in (f"{blocks}-{when}" for blocks in BLOCKS for when in ROUNDS):
         for trace in traces_of(folder, run, point, called):
@@ -298,7 +299,7 @@ def _computing(run: Run, step: StepOf, phase: str) -> float:
 
 
 def measured_machine(found: dict[str, Any], flops_per_s: float, **storage: Any) -> tuple[MachineSpec, Calibrations]:
-    """This machine by its micro-benchmarks; `storage`: fields of it."""
+    """Return this machine as its micro-benchmarks describe it; `storage` sets further fields."""
     machine = MachineSpec(
         name="local",
         gpu_flops_per_s=flops_per_s,
@@ -311,7 +312,7 @@ def measured_machine(found: dict[str, Any], flops_per_s: float, **storage: Any) 
 
 
 def block_flops_per_s(point: Point, host: dict[str, dict[str, float]]) -> float:
-    """Of the products of one block in the forward pass."""
+    """Return the FLOP per second of the products of one block in the forward pass."""
     spec, (_, context, batch) = model_spec(MODEL).twin(point[0]), point
     outside = 2.0 * batch * context * spec.vocab * spec.hidden
     return (forward_flops(spec, batch, context) - outside) / spec.layers / host["forward"]["each_block"]
@@ -334,14 +335,14 @@ def simulated(found: dict[str, Any], run: Run, point: Point, drive: str, host: d
         backward_products=max(0.0, host["backward"]["each_block"] / host["forward"]["each_block"] - again),
         output_s={phase: host[phase]["outside"] for phase in ("forward", "backward")},
         hook_s={phase: host[phase].get("hook", 0.0) for phase in ("forward", "backward")},
-        adam_memory_efficiency=math.inf,  # AdamW is in the seconds of the update
+        adam_memory_efficiency=math.inf,  # AdamW is part of the seconds of the update
         own_s={"optimizer": spec.layers * update["each_block"] + update["outside"]},
     )
     return step_time(dataclasses.replace(work, sizes=SIZES.get(run, work.sizes)), machine, calibrations=costs)
 
 
 def thread_seconds(made: StepTime) -> dict[str, float]:
-    """Of each simulated phase, as the training's thread is in it, and of the step."""
+    """Return the seconds that the training thread spends in each simulated phase, and those of the step."""
     names = [phase.name for phase in made.phases]
     ends = [
         max(event.end_s for event in made.simulated.events if (event.phase, event.resource) == (name, DEVICE))
@@ -353,15 +354,15 @@ def thread_seconds(made: StepTime) -> dict[str, float]:
 
 
 def judge(folder: Path) -> dict[str, Any]:
-    """Simulated and measured seconds of each phase, and how far apart they are."""
+    """Return the simulated and measured seconds of each phase, and how far apart they are."""
     found = json.loads((folder / "rates.json").read_text())
     hosts = {(run, point): host_seconds(folder, run, point) for run in RUNS for point in POINTS}
     return _judged(found, hosts, functools.partial(seconds_of, folder)) | {"repeated": repeated(folder)}
 
 
 def repeated(folder: Path) -> dict[str, dict[str, float]]:
-    """How much longer the smaller models compute after the judged steps than before them, in percent: what drift alone
-    makes of equal work. By forward and backward pass, and by the sum of a step's phases."""
+    """Return by how many percent the smaller models compute longer after the judged steps than before: the effect of
+    drift. Given for the forward and backward pass, and for the sum of a step's phases."""
     apart: dict[str, list[float]] = {"phases": [], "steps": []}
     for run in RUNS:
         for point in POINTS:
@@ -376,7 +377,7 @@ def repeated(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def judge_again(record: Path) -> dict[str, Any]:
-    """The same of what a record says was measured; `measured` says when that was. ValueError for another record."""
+    """Judge the measurements of an earlier record; `measured` says when they were made. ValueError for another kind."""
     try:
         read = json.loads(record.read_text())
         hosts = {_run_and_point(each): {phase: each[phase] for phase in PHASES} for each in read["host_s"]}
@@ -412,7 +413,7 @@ def _judged(
         for drive in drives_of(run)
         for row in _rows(measured, found, run, point, drive, host)
     ]
-    plain = ("mlp_offload", "zero3")  # whose forward pass is PyTorch's and DeepSpeed's alone
+    plain = ("mlp_offload", "zero3")  # its forward pass is PyTorch's and DeepSpeed's alone
     found["points"] = [
         dict(zip(("k", "context", "batch"), point, strict=True))
         | {"block_flops_per_s": block_flops_per_s(point, hosts[plain, point])}

@@ -24,16 +24,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What a CPU run of ZeRO-3 with NVMe offload loads: name of the op, and the variable that has it built.
+# Ops that a CPU run of ZeRO-3 with NVMe offload loads -> variable that makes DeepSpeed build them.
 OPS = {
     "async_io": "DS_BUILD_AIO",
     "cpu_adam": "DS_BUILD_CPU_ADAM",
     "deepspeed_shm_comm": "DS_BUILD_SHM_COMM",
     "pin_memory": "DS_BUILD_PIN_MEMORY",
 }
-# Level of the x86-64 ABI -> the macro by which DeepSpeed's sources choose their vectors (csrc/includes/simd.h).
+# Level of the x86-64 ABI -> macro that selects the vector instructions in DeepSpeed's sources (csrc/includes/simd.h).
 LEVELS = {"x86-64-v2": "__SCALAR__", "x86-64-v3": "__AVX256__", "x86-64-v4": "__AVX512__"}
-MARK = "MEMASCEND_OPS"  # in DeepSpeed's .dist-info: the key that its ops were compiled under
+MARK = "MEMASCEND_OPS"  # file in DeepSpeed's .dist-info with the key of the compiled ops
 CHECK = """
 import sys
 from deepspeed.git_version_info import accelerator_name, installed_ops
@@ -48,7 +48,7 @@ for name in wanted:
 
 
 def cache_dir() -> Path:
-    """Folder outside the checkout that compiled ops are kept in."""
+    """Return the folder outside the checkout that keeps compiled ops."""
     chosen = os.environ.get("MEMASCEND_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -57,7 +57,7 @@ def cache_dir() -> Path:
 
 
 def processor() -> str:
-    """The instruction sets of this processor, as the kernel lists them."""
+    """Return the machine type and a digest of this processor's instruction sets, as the kernel lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -67,7 +67,7 @@ def processor() -> str:
 
 
 def level() -> str:
-    """What the ops are compiled for: a level of x86-64, or empty for this processor."""
+    """Return what the ops are compiled for: a level of x86-64, or empty for this processor."""
     asked = os.environ.get("MEMASCEND_CPU_LEVEL", "")
     if asked and asked not in LEVELS:
         sys.exit(f"MEMASCEND_CPU_LEVEL={asked}: not a level that ops are built for; take {', '.join(LEVELS)}, or none")
@@ -77,7 +77,7 @@ def level() -> str:
 
 
 def key(deepspeed_version: str) -> str:
-    """Name of the cache folder: everything that the binaries depend on."""
+    """Return the name of the cache folder, which covers everything that the binaries depend on."""
     recipe = hashlib.sha256(f"{OPS}{inspect.getsource(build_wheel)}".encode()).hexdigest()[:8]
     torch_version = importlib.metadata.version("torch")
     place = f"{sys.implementation.cache_tag}-{level() or processor()}"
@@ -85,26 +85,29 @@ def key(deepspeed_version: str) -> str:
 
 
 def works() -> str | None:
-    """None when every op loads ready made in a fresh interpreter, otherwise the reason why not."""
+    """Return None if every prebuilt op loads in a fresh interpreter, otherwise the reason why not."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", CHECK, *OPS], capture_output=True, text=True, env=environment)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def mark() -> Path:
-    """The file that says what the installed ops were compiled for."""
+    """Return the file that says what the installed ops were compiled for."""
     (info,) = {file.locate().parent for file in importlib.metadata.files("deepspeed") or () if file.name == "METADATA"}
     return Path(info) / MARK
 
 
 def installed(wanted: str) -> bool:
-    """Whether the ops of this key are there and load. Ops without a mark are of this processor, as they always were."""
+    """Return whether the ops of this key are installed and load.
+
+    Ops without a mark were compiled for this processor, by versions that wrote no mark.
+    """
     of = mark().read_text() if mark().exists() else ""
     return (of == wanted or not (of or level())) and works() is None
 
 
 def pip(*words: str, env: dict[str, str] | None = None) -> None:
-    """Run pip of this environment; its output goes to ours."""
+    """Run this environment's pip; its output goes to ours."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
     done = subprocess.run(command, env=env)
     if done.returncode != 0:
@@ -112,8 +115,11 @@ def pip(*words: str, env: dict[str, str] | None = None) -> None:
 
 
 def compiler_without_debug_information(folder: Path) -> Path:
-    """A stand-in for the compiler that undoes DeepSpeed's -g: the same machine code in three quarters of the time. It
-    also puts the level that is asked for in place of this processor."""
+    """Write a wrapper for the compiler that disables DeepSpeed's -g: the same machine code in three quarters of the
+    time.
+
+    It also replaces -march=native by the requested level, if there is one.
+    """
     asked, made = level(), folder / "g++"
     lines = ["#!/bin/bash", "words=()"]
     if asked:

@@ -1,4 +1,4 @@
-"""Another claims.csv that the claims page compares its own with: read and checked here, compared by compare.js."""
+"""Another claims.csv that the claims page compares its own with: read and checked in Python, compared by compare.js."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from workflows import tidy
 from workflows.derive.claims import LANES
 from workflows.derive.site.judged import VERDICTS
 
-# What is compared; every other column of claims.csv may be missing.
+# Columns that are compared; all other columns of claims.csv are optional.
 COLUMNS = ("claim_id", "lane", "verdict", "value", "expected", "unit")
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Return the lines of a claims.csv, COLUMNS of each. TableError, in one line, where it is none."""
+    """Return the lines of a claims.csv with COLUMNS of each; raise a one-line TableError if the file is not one."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
@@ -42,7 +42,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def fault(line: dict[str, str], seen: set[tuple[str, str]]) -> str:
-    """Return what is wrong with a line after those `seen`; empty where nothing is."""
+    """Return what is wrong with a line that follows those in `seen`; empty if nothing is."""
     value = tidy.numeric(line["value"])
     if not line["claim_id"]:
         return "it has no id"
@@ -65,5 +65,5 @@ def embedded(path: Path) -> Markup:
 
 
 def script_safe(text: str) -> Markup:
-    """Return JSON that can stand in a script element, whatever its strings say."""
+    """Return JSON that is safe in a script element, whatever its strings contain."""
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))

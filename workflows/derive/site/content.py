@@ -1,4 +1,4 @@
-"""What the pages show, gathered from claims.csv, the captions, the lists of runs and the papers' folders."""
+"""The content of the pages, gathered from claims.csv, the captions, the lists of runs and the papers' folders."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from workflows.derive.site.timelines import Timeline, timelines_of
 
 @dataclass(frozen=True)
 class Exhibit:
-    """A drawn exhibit: `prose` is its caption without the title, `notes` where its numbers come from (lane -> HTML, in
-    order), `runs` a line a record, `errata` those that concern it, `picture` an SVG element, `data` the rows that
-    it was drawn from, `timelines` a lane each."""
+    """A drawn exhibit.
+
+    `prose` is its caption without the title. `notes` are the origins of its numbers (lane -> HTML, in order). `runs`
+    has one line per record, `errata` those that concern it. `picture` is an SVG element, `data` the rows that it was
+    drawn from, and `timelines` has one entry per lane.
+    """
 
     id: str
     paper: str
@@ -42,7 +45,7 @@ class Exhibit:
 
     @property
     def counts(self) -> Counter[str]:
-        """Verdict -> how many, in both lanes and on every basis."""
+        """Number of claims by verdict, in both lanes and on every basis."""
         return Counter(each.verdict.verdict for each in self.claims)
 
 
@@ -62,12 +65,12 @@ class Paper:
 
     @property
     def measured(self) -> str:
-        """What was run here, where and when."""
+        """The runs of this machine in words: how many, where and when."""
         return measured_here([run for exhibit in self.exhibits for run in exhibit.runs])
 
     @property
     def references(self) -> list[str]:
-        """Machines whose committed records are shown beside the runs of this one, with the days."""
+        """Machines whose committed records are shown next to the runs of this one, with the days."""
         days = defaultdict(set)
         said = [str(text) for exhibit in self.exhibits for lane, text in exhibit.notes if lane == "reference"]
         for machine, day in re.findall(r"([\w.-]+), (\d{4}-\d{2}-\d{2})", " ".join(said)):
@@ -77,7 +80,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Site:
-    """All that is shown; `profile` is the list of runs that was measured."""
+    """All content of the report; `profile` is the list of runs that was measured."""
 
     papers: list[Paper]
     profile: str
@@ -94,8 +97,10 @@ class Site:
 
 
 def gather(claims: Path, figures: Path, runs: Path, profile: str, against: Path | None = None) -> Site:
-    """Return the site of `claims` (claims.csv), `figures` (folder of the captions) and `runs` (folder of their lists);
-    `against` is another claims.csv to compare with. TableError where an exhibit that is built is not drawn."""
+    """Return the site of `claims` (claims.csv), `figures` (folder of the captions) and `runs` (folder of their lists).
+
+    `against` is another claims.csv to compare with. Raises TableError if a built exhibit is not drawn.
+    """
     compared = against and embedded(against)
     verdicts = read_verdicts(claims)
     decided = defaultdict(list)
@@ -115,7 +120,7 @@ def gather(claims: Path, figures: Path, runs: Path, profile: str, against: Path 
 def exhibit(
     entry: dict[str, Any], figures: Path, runs: Path, claims: list[Judged], errata: list[dict[str, Any]]
 ) -> Exhibit:
-    """Return one exhibit with what its caption, its runs and its claims say."""
+    """Return one exhibit with the content of its caption, runs and claims."""
     path = figures / f"{entry['id']}.md"
     if not path.exists():
         raise tidy.TableError(f"{entry['id']} is not drawn yet; draw it with: snakemake --cores all {entry['id']}")
@@ -133,7 +138,7 @@ def exhibit(
 
 
 def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:
-    """Return the prose of a caption, without the bold title that opens it, and its list as (lane or "", HTML)."""
+    """Return the prose of a caption without its bold title, and its list as (lane or "", HTML)."""
     lines = caption.strip().splitlines()
     prose = " ".join(line for line in lines if not line.startswith("- "))
     notes = []
@@ -145,8 +150,7 @@ def parts(caption: str) -> tuple[Markup, list[tuple[str, Markup]]]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the lines of an exhibit's list of runs, or of its table; none of a drawing of structure, or of an exhibit
-    without a run."""
+    """Return the lines of an exhibit's list of runs or table; empty for a drawing of structure or without a run."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -154,7 +158,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def measured_here(runs: list[dict[str, str]]) -> str:
-    """Return how many runs there were, on which machine and when; empty where nothing but the machine was probed."""
+    """Return in words how many runs were made, on which machine and when; empty if only the machine was probed."""
     own = {run["run_id"]: run for run in runs if run["kind"] != "testbed"}
     if not own:
         return ""
@@ -168,7 +172,7 @@ def from_to(days: set[str]) -> str:
 
 
 def by_lane(claims: list[Judged]) -> list[tuple[str, str, Counter[str]]]:
-    """Return (lane, basis, verdict -> how many) for each lane and basis that has a claim."""
+    """Return (lane, basis, number by verdict) for each lane and basis that has a claim."""
     found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for verdict in (each.verdict for each in claims):
         found[verdict.lane, verdict.basis][verdict.verdict] += 1

@@ -1,4 +1,4 @@
-"""A verdict with what a page adds to it: the paper's words, how far the value is off, and why."""
+"""A verdict with what a page adds to it: the paper's words, how far the value is off, and the reason."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from workflows.derive.claims import (
 )
 
 VERDICTS = (REPRODUCED, DEVIATES, NO_RESULT, NOT_CHECKABLE)
-COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small beside the buffers
+COARSE_TWIN = 32  # from this divisor on, pages and Python objects are no longer small next to the buffers
 BASES = (HELD_OUT, TWIN, "calibrated", "by construction", "alternate reading")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One claim in one lane. `off_by` is in words; `distance` a share of the expected value and `tolerances` the same
-    in multiples of what is allowed: both None without a value, infinite where the divisor is 0. `why` is why a claim
-    deviates, has no result or cannot be checked; empty where it is reproduced."""
+    """One claim in one lane.
+
+    `off_by` is in words, `distance` is a fraction of the expected value, and `tolerances` is in multiples of the
+    tolerance. The last two are None without a value, and infinite if the divisor is 0. `why` says why a claim deviates,
+    has no result or cannot be checked, and is empty if it is reproduced.
+    """
 
     verdict: Verdict
     quote: str
@@ -50,7 +53,7 @@ class Judged:
 
 
 def all_of(verdicts: list[Verdict]) -> list[Judged]:
-    """Return the verdicts in their order. ValueError for one whose claim is in no claims.yaml."""
+    """Return the verdicts in their order; raise ValueError for one whose claim is in no claims.yaml."""
     claims = {claim["id"]: claim for claim in registry.claims()}
     unknown = [verdict.claim_id for verdict in verdicts if verdict.claim_id not in claims]
     if unknown:
@@ -59,7 +62,7 @@ def all_of(verdicts: list[Verdict]) -> list[Judged]:
 
 
 def judged(verdict: Verdict, claim: dict[str, Any]) -> Judged:
-    """Return a verdict with what its claim adds."""
+    """Return a verdict with what its claim adds to it."""
     quote = plain(claim["quote"])
     if not verdict.value:
         return Judged(verdict, quote, "", None, None, why(verdict))
@@ -84,14 +87,14 @@ def plain(quote: str) -> str:
 
 
 def share(off: float, of: float) -> float:
-    """Return |off| as a share of |of|; of 0 it is infinite, and nothing is no share of anything."""
+    """Return |off| as a fraction of |of|: 0 if `off` is 0, otherwise infinite if `of` is 0."""
     if not off:
         return 0.0
     return abs(off / of) if of else math.inf
 
 
 def in_words(off: float, expected: float, unit: str) -> str:
-    """Return a difference in percent of what was expected; a percentage's in points, and one from 0 as an amount."""
+    """Return a difference in percent of the expected value; for a percentage in points, and from 0 as an amount."""
     sign = "+" if off > 0 else "−"
     if not off:
         return "0"
@@ -107,7 +110,7 @@ def rounded(value: float) -> str:
 
 
 def why(verdict: Verdict) -> str:
-    """Return why a claim is not reproduced; where nobody has found the cause of a deviation, that."""
+    """Return why a claim is not reproduced, or that no cause of a deviation is recorded."""
     if verdict.verdict in (NO_RESULT, NOT_CHECKABLE):
         return verdict.reason
     if verdict.verdict != DEVIATES:
@@ -116,7 +119,7 @@ def why(verdict: Verdict) -> str:
 
 
 def coarse(verdict: Verdict) -> str:
-    """Return what a small twin means for bytes; empty for a finer one, or none."""
+    """Return what a small twin means for byte counts; empty for a finer twin or none."""
     found = coarsest([verdict])
     if found is None:
         return ""
@@ -124,7 +127,7 @@ def coarse(verdict: Verdict) -> str:
 
 
 def coarse_twins(verdicts: list[Verdict]) -> str:
-    """Return a sentence where small twins were judged; empty otherwise."""
+    """Return a sentence on small twins if any were judged; empty otherwise."""
     found = coarsest(verdicts)
     if found is None:
         return ""
@@ -136,7 +139,7 @@ def coarse_twins(verdicts: list[Verdict]) -> str:
 
 
 def coarsest(verdicts: list[Verdict]) -> tuple[int, float] | None:
-    """Return the divisor of the smallest twin and the MiB that a page of it stands for; None where all are fine."""
+    """Return the divisor of the smallest twin and the MiB that one of its pages stands for; None if all are fine."""
     divisors = [int(k) for verdict in verdicts for k in re.findall(r"-k(\d+)", verdict.testbed)]
     if not divisors or max(divisors) < COARSE_TWIN:
         return None

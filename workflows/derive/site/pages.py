@@ -24,7 +24,7 @@ def every(site: Site) -> Iterator[tuple[str, str]]:
 
 
 def common(here: str, root: str = "") -> dict[str, Any]:
-    """Return what each template reads; `here` is the page's own place in the site's folder."""
+    """Return the values that each template reads; `here` is the page's own place in the site's folder."""
     return {"here": here, "root": root, "names": registry.PAPERS, "verdicts": judged.VERDICTS}
 
 
@@ -42,7 +42,7 @@ def exhibit(one: Exhibit, before: Exhibit | None, after: Exhibit | None) -> str:
 
 
 def claims(site: Site) -> str:
-    """Return the page of all claims; without JavaScript they stand in the order of the papers."""
+    """Return the page of all claims; without JavaScript they are in the order of the papers."""
     decided = [each.verdict for each in site.claims]
     lanes = {lane: score(decided, lane) for lane in LANES}
     exhibits = {each.id: each for each in site.exhibits}
@@ -60,6 +60,6 @@ def claims(site: Site) -> str:
 
 
 def errata(site: Site) -> str:
-    """Return the page of what does not go together in the papers."""
+    """Return the page of numbers in the papers that contradict each other."""
     shown = {each.verdict.claim_id: each.verdict.lane for each in reversed(site.claims)}  # the first lane of each
     return render("errata", "Errata", **common("errata.html"), site=site, shown=shown)

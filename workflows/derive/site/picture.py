@@ -1,4 +1,4 @@
-"""The picture of an exhibit as an element of its page, where a pointer reads its values."""
+"""The picture of an exhibit as an element of its page, where a pointer can read its values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from markupsafe import Markup, escape
 
 from workflows import tidy
 
-EVERYWHERE = '<style type="text/css">*{'  # matplotlib's, for a document of its own
+EVERYWHERE = '<style type="text/css">*{'  # matplotlib's rule, meant for a separate document
 
 
 def inlined(path: Path, title: str) -> Markup:
-    """Return the drawing of an SVG file as an element of a page, named `title`. TableError where it is none."""
+    """Return the drawing of an SVG file as an element named `title`; raise TableError if the file has none."""
     svg = path.read_text(encoding="utf-8")
     begin = svg.find("<svg ")
     if begin < 0:

@@ -1,4 +1,4 @@
-"""Time lines of an exhibit: rows of its CSV with x_name "begin (s)", as traces to download and to look at."""
+"""Timelines of an exhibit, from rows of its CSV with x_name "begin (s)", as traces to download and to view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workflows.panels.timeline import BEGIN
 
 @dataclass(frozen=True)
 class Timeline:
-    """One lane of an exhibit: its events, in the order of the rows, and the testbeds that they are of."""
+    """One lane of an exhibit: its events in the order of the rows, and the testbeds that they come from."""
 
     lane: str
     source: str
@@ -31,7 +31,7 @@ class Timeline:
 
 
 def timelines_of(rows: list[dict[str, str]]) -> list[Timeline]:
-    """Return the time lines in an exhibit's table, a lane each; none where no row is one."""
+    """Return the timelines in an exhibit's table, one per lane; empty if no row belongs to one."""
     found = [row for row in rows if row["x_name"] == BEGIN and row["lane"] in trace.LANES]
     lanes: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in found:
@@ -55,7 +55,7 @@ def event(row: dict[str, str]) -> trace.Event:
 
 
 def embedded(timelines: list[Timeline]) -> Markup:
-    """Return time lines as JSON for a script element: a page opened from disk cannot fetch the files."""
+    """Return timelines as JSON for a script element, since a page opened from disk cannot fetch the files."""
     said: list[dict[str, Any]] = []
     for each in timelines:
         events = [

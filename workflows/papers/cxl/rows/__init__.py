@@ -1,6 +1,6 @@
-"""What the exhibits of CXL-aware allocation compute: steps of its schedule on its two testbeds, and Table I's bytes.
+"""The rows of the exhibits of CXL-aware allocation: steps of its schedule on its two testbeds, and Table I's bytes.
 
-One card and two cards are configurations A and B. Every cell that the GPU or the nodes do not hold is left out.
+Configurations A and B have one card and two cards. Cells that do not fit the GPU or the nodes are left out.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SUBFIGURES = {"a": ("7B", 1), "b": ("7B", 2), "c": ("12B", 1), "d": ("12B", 2)}
 DRAM, NAIVE, AWARE, DEFAULT = "DRAM only", "naive CXL", "CXL-aware", "CXL-aware (our default)"
 ARMS = {DRAM: "baseline", NAIVE: "naive", AWARE: "as_published", DEFAULT: "cxl_aware"}
 CONTEXTS, BATCHES = (4096, 8192, 16384, 32768), (1, 2, 4, 8, 16, 32)
-DRAM_GIB = 512e9 / GIB  # what the baseline has (Table II)
+DRAM_GIB = 512e9 / GIB  # DRAM of the baseline (Table II)
 DRAM_HERE = "local DRAM"
-# Methods of memascend bench adamw; the paper's first.
+# Methods of memascend bench adamw; the first is the paper's.
 ADAMS = {"deepspeed": DRAM_HERE, "fp32": f"{DRAM_HERE}, our AdamW"}
 RELATIVE = "throughput relative to DRAM only"
 
@@ -48,7 +48,7 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
-    """DRAM's curves of Figs. 4 and 5, and Fig. 2 on a twin: the system memory of ZeRO-Offload by context."""
+    """Yield DRAM's curves of Figs. 4 and 5, and Fig. 2 on a twin: the system memory of ZeRO-Offload by context."""
     for record in (r for r in records if r["status"] == "ok"):
         bench = record.get("benchmark")
         for point in record["points"] if bench in ("adamw", "latency") else ():
@@ -68,7 +68,7 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 @cache
 def step(series: str, model: str, testbed: str, gpus: int, context: int, batch: int) -> StepTime:
-    """DRAM alone is the same on both testbeds."""
+    """Simulate a step; DRAM only is the same on both testbeds."""
     blocks = PAPER.spec(MODELS[model]).layers
     own = PAPER.value("runtime_seconds_a_block") * blocks / 4
     costs = PAPER.costs(own_s={"forward": own, "backward": 3 * own})
@@ -77,20 +77,20 @@ def step(series: str, model: str, testbed: str, gpus: int, context: int, batch: 
 
 
 def fits(model: str, gpus: int, context: int, batch: int) -> bool:
-    """On the GPU, and in the baseline's DRAM, which the percentages are of."""
+    """Return whether a cell fits the GPU and the DRAM of the baseline, to which the percentages refer."""
     spec = PAPER.spec(MODELS[model])
     work = Workload(spec=spec, system="cxl", arm="baseline", dtype="bf16", ranks=gpus, context=context, batch=batch)
     return gpu_memory(work).device_bytes <= 80 * GIB and table_one(model, gpus, context, batch) <= DRAM_GIB
 
 
 def table_one(model: str, gpus: int, context: int, batch: int) -> float:
-    """GiB: 20 bytes per parameter and the checkpoints."""
+    """Return GiB of 20 bytes per parameter and the activation checkpoints (Table I)."""
     spec = PAPER.spec(MODELS[model])
     return (20 * spec.parameters + gpus * checkpoints(batch, context, spec.layers, spec.hidden)) / GIB
 
 
 def relative() -> Iterator[Row]:
-    """Figs. 13 and 14: every cell, the ends of each series over the cells, and the largest gain of any cell."""
+    """Yield Figs. 13 and 14: every cell, the range of each series over the cells, and the largest gain of any cell."""
     source = "memascend.planner.step_time: tokens per second over those of DRAM alone"
     for exhibit, testbed in (("cxl-fig13", A), ("cxl-fig14", B)):
         for subfigure, (model, gpus) in SUBFIGURES.items():
@@ -121,7 +121,7 @@ NAMES = {"forward": "FWD", "backward": "BWD", "optimizer": "STEP"}
 
 
 def phases() -> Iterator[Row]:
-    """Fig. 15: 32K and batch 4."""
+    """Yield Fig. 15, at context 32K and batch 4."""
     for subfigure, (model, gpus) in SUBFIGURES.items():
         for name, (series, testbed) in CONFIGURATIONS.items():
             made = step(series, model, testbed, gpus, 32768, 4)
@@ -134,7 +134,7 @@ def phases() -> Iterator[Row]:
 
 
 def profile() -> Iterator[Row]:
-    """Fig. 7, whose workload is not stated: 12B on one GPU, 4K, at two batches."""
+    """Yield Fig. 7, whose workload the paper does not state: 12B on one GPU, context 4K, at two batches."""
     for batch in (1, 8):
         for name in (DRAM, f"{NAIVE} (1 AIC)", f"{NAIVE} (2 AIC)"):
             series, testbed = CONFIGURATIONS[name]
@@ -147,7 +147,7 @@ def profile() -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """Figs. 2 and 3: Table I's bytes, 12B on two GPUs; throughput in DRAM alone."""
+    """Yield Figs. 2 and 3: Table I's bytes for 12B on two GPUs, and throughput with DRAM only."""
     source, cells = "Table I: 20 bytes per parameter and the activation checkpoints", {"series": "12B", "model": "12B"}
     for context in (512, 2048, 4096, 8192, 16384, 24576, 32768):
         size, x = table_one("12B", 2, context, 5), ("context (tokens)", context)
@@ -160,7 +160,7 @@ def memory() -> Iterator[Row]:
 
 
 def adam_by_elements() -> Iterator[Row]:
-    """Fig. 5: 28 bytes per element from DRAM, or from one card; no processor cache is in it."""
+    """Yield Fig. 5: 28 bytes per element from DRAM or from one card; processor caches are not modelled."""
     shares = (PAPER.value(f"adam_{what}_efficiency") for what in ("memory", "card"))
     reached = {node: rate * share for (node, rate), share in zip(node_rates().items(), shares, strict=True)}
     for elements in (10**6, 10**7, 2 * 10**7, 5 * 10**7, 10**8, 10**9, 10**10):
@@ -173,13 +173,14 @@ def adam_by_elements() -> Iterator[Row]:
 
 
 def node_rates() -> dict[str, float]:
-    """Bytes per second of the two kinds of memory."""
+    """Return bytes per second of the two kinds of memory."""
     dram, card = (node["gb_per_s"]["value"] * 1e9 for node in machine(A).described["memory_nodes"])
     return {"local DRAM": dram, "CXL": card}
 
 
 def copies() -> Iterator[Row]:
-    """Fig. 6: the slower of the GPU's link and what holds the data, shared by the GPUs that copy at once."""
+    """Yield Fig. 6: the slower of the GPU's link and the data's memory, which is shared by the GPUs
+    that copy at once."""
     link, start = machine(A).pcie_bytes_per_s, PAPER.value("copy_start_seconds")
     for gpus in (1, 2):
         for series, rate in node_rates().items():
@@ -195,7 +196,7 @@ LINES = {"pcie0.down": "PCIe to the GPU", "gpu0": "GPU", "pcie0.up": "PCIe to th
 
 
 def four_blocks() -> Iterator[Row]:
-    """Fig. 1: four blocks of the 12B model, 32K and batch 1, in DRAM alone; a bar for a block on a resource."""
+    """Yield Fig. 1: four blocks of the 12B model at 32K and batch 1 with DRAM only, a bar per block and resource."""
     made = PAPER.step("cxl", "baseline", "four blocks", machine(A), PAPER.costs(), context=32768, batch=1)
 
     def named(event: Event) -> tuple[str, str] | None:
@@ -210,7 +211,8 @@ def four_blocks() -> Iterator[Row]:
 
 
 def scenarios() -> Iterator[Row]:
-    """Figs. 10 to 12: what each node is given, by Algorithm 1 as printed, by the text's words, and by our default."""
+    """Yield Figs. 10 to 12: the bytes on each node by Algorithm 1 as printed, by the text's description, and by our
+    default."""
     for each in SCENARIOS:
         testbed = A if len(each.rooms) == 2 else B
         nodes = ["DRAM", *(f"card {number}" for number in range(len(each.rooms) - 1))]

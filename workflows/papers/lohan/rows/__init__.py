@@ -1,4 +1,4 @@
-"""What LoHan's exhibits compute: its equations, and its schedule and those of its peers on its testbeds."""
+"""The rows of LoHan's exhibits: its equations, and its schedule and those of its peers on its testbeds."""
 
 from __future__ import annotations
 

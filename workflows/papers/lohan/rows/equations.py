@@ -1,4 +1,4 @@
-"""Eqs. 1 to 8 over the swapped volume, and what follows from them alone: Figs. 9a and 9b."""
+"""Eqs. 1 to 8 over the swapped volume, and the exhibits that follow from them alone: Figs. 9a and 9b."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def recomputation(n: Net, volumes: list[float]) -> Iterator[Row]:
 
 
 def volumes_of_fig_9b() -> Iterator[Row]:
-    """The iteration over the swapped volume at four batches, the predicted optimum, and the case it makes."""
+    """Yield the iteration time over the swapped volume at four batches, the predicted optimum, and its case.
+
+    Raises ValueError if the curve is not convex.
+    """
     r = settings.rates()
     for batch in (24, 36, 48, 60):
         n = settings.net("13B", batch)
@@ -94,10 +97,10 @@ def volumes_of_fig_9b() -> Iterator[Row]:
 
 
 def policies() -> Iterator[Row]:
-    """70B at the batches of Table V; main memory for activations is assumed."""
+    """Yield Fig. 9a: 70B at the batches of Table V; the main memory for activations is assumed."""
     share, found = settings.PAPER.value("memory_for_activations"), {}
     for (printed, memory), batch in settings.published("lohan-tab05", "batch_size").items():
-        policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # as the figure's legend calls it
+        policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # the figure's legend has this name
         cells = {"series": policy, "model": "70B", "x": ("main_memory_GB", memory)}
         known: Rates = settings.rates(room=share * int(memory) * GIB)
         n = settings.net("70B", int(batch) if batch != "Failed" else 24)

@@ -31,7 +31,7 @@ def rows() -> Iterator[Row]:
 
 
 def simulated(exhibit: str, series: str) -> Iterator[Row]:
-    """Seconds of the stages, how long each link is busy in them, and the stages on each resource over time."""
+    """Yield the seconds of the stages, how long each link is busy in them, and a timeline of the stages by resource."""
     made = settings.step(series, SIZE, BATCH)
     for phase in made.phases:
         cells = {"series": series, "model": SIZE, "x": ("stage", phase.name)}
@@ -48,7 +48,7 @@ def simulated(exhibit: str, series: str) -> Iterator[Row]:
 
 
 def by_tensor(exhibit: str, simulated: SimulationResult, series: str) -> Iterator[Row]:
-    """The backward of four blocks: a bar for each block on each resource."""
+    """Yield the backward pass of four blocks, a bar per block and resource."""
 
     def named(event: Event) -> tuple[str, str] | None:
         block = block_of(event)
@@ -69,7 +69,8 @@ def by_tensor(exhibit: str, simulated: SimulationResult, series: str) -> Iterato
 
 
 def formulas() -> Iterator[Row]:
-    """What follows from the paper alone: sizes of Tables II and IV, 21 GiB/s, 5.96 s, and its printed stage times."""
+    """Yield what follows from the paper alone: sizes of Tables II and IV, 21 GiB/s, 5.96 s, and its printed stage
+    times."""
     n, r = settings.net(SIZE, BATCH), settings.rates()
     again = n.block_flops / r.gpu
     cells, exhibit, inside = (
@@ -101,15 +102,15 @@ def formulas() -> Iterator[Row]:
 
 
 def printed_s() -> dict[str, float]:
-    """Stages of Fig. 1a: what shares are of."""
+    """Return the printed seconds of Fig. 1a's stages, to which the shares refer."""
     return {stage: float(value) for (_, stage), value in settings.published("lohan-fig01a", "stage_time").items()}
 
 
 def g10() -> Iterator[Row]:
-    """G10 as the paper simulates it: everything overlaps within a stage, all activations are swapped.
+    """Yield G10 as the paper simulates it: everything overlaps within a stage, and all activations are swapped.
 
-    The GPU's optimizer reads and writes each of 14 bytes per parameter once. Where it overlaps with the backward,
-    gradients stay on the GPU: 2 P of weights, 12 P of states and the activations go to it, 14 P come back.
+    The GPU's optimizer reads and writes each of 14 bytes per parameter once. Where it overlaps with the backward pass,
+    gradients stay on the GPU: 2 P of weights, 12 P of states and the activations are moved to it, 14 P are moved back.
     """
     n, r = settings.net(SIZE, BATCH), settings.rates()
     states, weights = 14 * n.parameters, 2 * n.parameters
@@ -139,7 +140,7 @@ def g10() -> Iterator[Row]:
 
 
 def by_equations() -> Iterator[Row]:
-    """Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
+    """Yield Fig. 1c by Eqs. 1 to 5 with the 34 GB that it prints, all of them on the SSDs."""
     n, r = settings.net(SIZE, BATCH), settings.rates()
     for stage, terms in (("forward", forward_terms(n, r, SWAPPED)), ("backward", backward_terms(n, r, SWAPPED))):
         cells = {"series": settings.BY_EQUATIONS, "model": SIZE, "x": ("stage", stage)}

@@ -21,8 +21,8 @@ shown = PAPER.shown
 LOHAN, ZERO, OFFLOAD = "LoHan", "ZeRO-Infinity", "ZeRO-Offload"
 COLOSSAL, FLASHNEURON = "Colossal-AI", "FlashNeuron"
 BY_EQUATIONS, G10 = "LoHan (Eqs. 1 to 5)", "G10 (simulated)"
-PASSES = ("forward", "backward")  # over the weights
-SSDS, MEMORY_GB = 12, 768  # of the server (Table III)
+PASSES = ("forward", "backward")  # passes over the weights
+SSDS, MEMORY_GB = 12, 768  # the server of Table III
 ARMS = {
     LOHAN: ("lohan", "released"),
     "LoHan Optimized": ("lohan", "optimized"),
@@ -48,22 +48,24 @@ EQUATIONS, SIMULATED = "Eqs. 1 to 5", "memascend.planner.step_time"
 
 @cache
 def published(exhibit: str, metric: str) -> dict[tuple[str, str], str]:
-    """(series, x) -> value as printed, in the order of the paper."""
+    """Return (series, x) -> value as printed, in the order of the paper."""
     with (ROOT / "results/published/lohan.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if (line["exhibit_id"], line["metric"]) == (exhibit, metric)]
     return {(line["series"], line["x_value"]): line["value"] for line in lines}
 
 
 def billions(model: str | None) -> float:
-    """As Table IV calls it; 0 where none fits."""
+    """Return the size of a model of Table IV in billions of parameters; 0 for None."""
     return float(model.removesuffix("B")) if model else 0.0
 
 
 @cache
 def bed(testbed: str, ssds: int = SSDS) -> MachineSpec:
-    """A testbed with the SSD rates that Fig. 1c implies for twelve drives, or those of so many.
+    """Return a testbed with the SSD rates that Fig. 1c implies for twelve drives, scaled to `ssds` drives.
 
-    A byte passes drives as fast as their data sheet, and then the host, which takes the rest of twelve's time."""
+    A byte passes the drives at the rate of their data sheet, and then the host, which takes the rest of the time that a
+    byte takes with twelve drives.
+    """
     rates = {}
     for way in ("read", "write"):
         whole, one = PAPER.value(f"ssd_{way}_gb_per_s"), PAPER.value(f"one_ssd_{way}_gb_per_s")
@@ -76,7 +78,10 @@ def bed(testbed: str, ssds: int = SSDS) -> MachineSpec:
 def step(
     series: str, model: str, batch: int, testbed: str = T4090, ssds: int = SSDS, gpus: int = 1, swap: str = ""
 ) -> StepTime:
-    """Context 1024, bf16. `swap`: by which of `memascend.swapping`'s rules an arm of LoHan swaps, if not its own."""
+    """Simulate a step at context 1024 in bf16.
+
+    `swap` is a rule of `memascend.swapping` that an arm of LoHan uses in place of its own.
+    """
     system, arm = ARMS[series]
     work = {"context": 1024, "batch": batch, "ranks": gpus, "parts": swapping(system, arm, swap) if swap else None}
     if series == COLOSSAL:
@@ -91,7 +96,8 @@ def swapping(system: str, arm: str, rule: str) -> Arrangement:
 
 
 def runtime_s(series: str, model: str) -> float:
-    """Of DeepSpeed in one pass over the weights, for which the GPU waits; 0 where nothing is known of it."""
+    """Return the seconds of DeepSpeed's runtime in one pass over the weights, during which the GPU
+    waits; 0 if unknown."""
     per_parameter = PAPER.value("runtime_seconds_per_parameter") if series == ZERO else 0.0
     return per_parameter * PAPER.spec(model).parameters
 
@@ -104,15 +110,17 @@ def net(model: str, batch: int) -> Net:
 
 @cache
 def rates(ssds: int = SSDS, room: float = 0.0) -> Rates:
-    """Of an RTX 4090; `room`: bytes of main memory for activations."""
+    """Return the rates of an RTX 4090; `room` is the bytes of main memory for activations."""
     drives = bed(T4090, ssds)
     ways = {"read": drives.ssd_read_bytes_per_s, "write": drives.ssd_write_bytes_per_s}
     return Rates(gpu=PAPER.value("gpu_throughput"), link=drives.pcie_bytes_per_s, room=room, **ways)
 
 
 def on_gpu(model: str, batch: int, gpu_gib: float, series: str = LOHAN) -> bool:
-    """Whether LoHan's few blocks and the activations of one fit (a rule found afterwards), and in Colossal-AI, which
-    keeps them there, the inputs of all blocks (V-A)."""
+    """Return whether a few blocks and the activations of one block fit the GPU (a rule found after the fact).
+
+    For Colossal-AI, the inputs of all blocks must fit too, since it keeps them on the GPU (V-A).
+    """
     n = net(model, batch)
     blocks = PAPER.value("blocks_on_gpu") * 24 * n.hidden**2
     kept = n.between_blocks if series == COLOSSAL else 0.0

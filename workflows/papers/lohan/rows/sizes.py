@@ -1,7 +1,7 @@
 """Largest trainable models by main memory (Figs. 2a, 6, 8), sizes of Tables IV and VI, batches of Table V.
 
-A model of Table IV fits where the plan of the system's host buffers is within main memory and what it needs of the GPU
-within the GPU's; the largest is found by halving the list, which grows. SSDs hold them all.
+A model of Table IV fits if the planned host buffers of the system are within main memory and its GPU memory within the
+GPU's. The largest is found by bisection, since the list is in ascending order. The SSDs are large enough for all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEMORY_GB = (128, 256, 384, 512, 640, 768)
 PLANNED = "memascend.planner: host buffers; of the GPU 4 blocks and one block's activations"
 CPU_ONLY = "LoHan+CpuAct"
 BATCHES = (12, 24, 36, 60)
-# V-A, where it is not main memory: the inputs of blocks on the GPU, and all activations on the SSDs.
+# Where V-A does not keep activations in main memory: the inputs of blocks on the GPU, or all activations on the SSDs.
 CHECKPOINTING = {settings.COLOSSAL: "plain", settings.FLASHNEURON: "ssd"}
 
 
@@ -57,8 +57,11 @@ def rows() -> Iterator[Row]:
 
 
 def flashneuron(exhibit: str, gpu_gib: int, testbed: str) -> Iterator[Row]:
-    """What 16 bytes per parameter leave room for beside what else a GPT of width 1600 has on the GPU, at batch 1: two
-    blocks' activations, logits, kernels and context. Main memory does not matter."""
+    """Yield FlashNeuron's largest model, at 16 bytes per parameter in the GPU memory that is left at batch 1.
+
+    The rest is used by a GPT of width 1600: two blocks' activations, logits, kernels and context. Main memory does not
+    matter.
+    """
     work = workload(settings.FLASHNEURON, "1.6B", 1)
     beside = gpu_memory(work).device_bytes - 16 * work.spec.parameters
     value = (gpu_gib * GIB - beside) / 16 / 1e9
@@ -69,7 +72,7 @@ def flashneuron(exhibit: str, gpu_gib: int, testbed: str) -> Iterator[Row]:
 
 
 def needed() -> Iterator[Row]:
-    """What the introduction says of 100B and 175B, and the largest model of ZeRO-Infinity on four GPUs."""
+    """Yield the introduction's numbers for 100B and 175B, and the largest model of ZeRO-Infinity on four GPUs."""
     sixteen = "Table II: 4 P + 8 P + 2 P + 2 P"
     for model, parameters in (("100B", 100e9), ("175B", settings.net("175B", 1).parameters)):
         cells = {"series": "Table II", "model": model}
@@ -83,9 +86,10 @@ def needed() -> Iterator[Row]:
 
 
 def batches_of_policies() -> Iterator[Row]:
-    """Table V by plans: the largest multiple of 8 that the GPU holds and main memory has room for; 0: not even 8.
+    """Yield Table V by plans: the largest multiple of 8 that fits the GPU and main memory; 0 if not even 8 does.
 
-    The engine's buffers are LoHan's. Policies that swap to main memory alone keep at least what lies between blocks.
+    The engine's buffers are LoHan's. Policies that swap only to main memory keep at least the activations between
+    blocks.
     """
     for policy in POLICIES:
         to_ssds = policy in ("LoHan+Optimized", "LoHan+G10")
@@ -105,19 +109,19 @@ def batches_of_policies() -> Iterator[Row]:
 
 
 def largest(fitting: Callable[[str], bool]) -> str | None:
-    """The last model of Table IV that fits, by bisection."""
+    """Return the last model of Table IV that fits, by bisection, or None."""
     count = bisect_left(settings.TABLE_IV, True, key=lambda model: not fitting(model))
     return settings.TABLE_IV[count - 1] if count else None
 
 
 @cache
 def host_bytes(series: str, model: str, batch: int = 1, gpus: int = 1) -> int:
-    """Of the plan, with the activation checkpoints that the system keeps in host memory."""
+    """Return the planned bytes, including the activation checkpoints that the system keeps in host memory."""
     return plan(workload(series, model, batch, gpus)).host_bytes
 
 
 def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
-    """With PyTorch's own cross-entropy, which has all logits on the GPU."""
+    """Return a workload with PyTorch's own cross-entropy, which keeps all logits on the GPU."""
     system, arm = settings.ARMS[series]
     stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(series, "offloaded"))
     work = {"dtype": "bf16", "context": 1024, "batch": batch, "ranks": gpus, "stack": stack}
@@ -125,8 +129,11 @@ def workload(series: str, model: str, batch: int, gpus: int = 1) -> Workload:
 
 
 def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int = 24) -> int:
-    """Of those that fit; 0 where none does. LoHan's by the rule of Fig. 6, without logits: its released model has no
-    output matrix, and Fig. 5a has 13B at batch 128. A baseline's by DeepSpeed's plan of the GPU, with them."""
+    """Return the largest batch that fits; 0 if none does.
+
+    LoHan's follows the rule of Fig. 6, without logits: its released model has no output matrix, and Fig. 5a has 13B at
+    batch 128. A baseline's follows DeepSpeed's plan of the GPU, with logits.
+    """
 
     def fitting(batch: int) -> bool:
         if series == settings.LOHAN:
@@ -143,7 +150,7 @@ def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1
 
 
 def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str) -> Iterator[Row]:
-    """Batch 1. Main memory in GiB, as its modules are sold."""
+    """Yield the largest model by main memory at batch 1. Main memory is in GiB, as its modules are sold."""
     for series in systems:
         for memory in MEMORY_GB:
             found = largest(lambda model, s=series, gb=memory: fits(s, model, gb, gpu_gib))
@@ -152,7 +159,11 @@ def by_memory(exhibit: str, systems: tuple[str, ...], gpu_gib: int, testbed: str
 
 
 def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
-    """What lies between blocks, the least that may leave the GPU, on the SSDs or within what main memory has for it."""
+    """Yield the largest model with the activations between blocks on the SSDs, or within the share of main memory for
+    them.
+
+    These activations are the least that must leave the GPU.
+    """
     room = settings.PAPER.value("memory_for_activations") * memory_gb * GIB
     for batch in BATCHES:
         for series in ("LoHan Optimized", CPU_ONLY):

@@ -1,4 +1,4 @@
-"""Throughput by batch, model, SSDs and GPUs: Figs. 2b, 2c, 5, 7, 10 to 13, from the systems' schedules."""
+"""Throughput by batch, model, SSDs and GPUs: Figs. 2b, 2c, 5, 7 and 10 to 13, from the systems' schedules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from workflows.papers.lohan.rows.sizes import largest_batch
 shown = settings.shown
 
 DRIVES = (1, 2, 3, 6, 12)
-BATCHES = (8, 16, 32, 64, 128)  # of Fig. 5a
-# Prices of Table VII in dollars, and the memory of one of the DGX's GPUs.
+BATCHES = (8, 16, 32, 64, 128)  # batches of Fig. 5a
+# Prices of Table VII in dollars, and the GiB of one of the DGX's GPUs.
 SERVER, GPU_PRICE, SSD_PRICE, DGX = 14098, 1600, 308, 200000
 DGX_GPU_GIB = 80
-# What the runs swapped: their 34 GB of Fig. 1c are the released script's, not Algorithm 1's (errata L17 and L18).
+# The rule by which the runs swapped: their 34 GB of Fig. 1c follow from the released script, not from Algorithm 1
+# (errata L17 and L18).
 RUNS = "released"
 
 
@@ -45,8 +46,11 @@ def rows() -> Iterator[Row]:
 def by_batch(
     exhibit: str, model: str, batches: tuple[int, ...], systems: tuple[str, ...], testbed: str, gpus: int = 1
 ) -> Iterator[Row]:
-    """Tokens per second of each system that the GPU holds, and, on the RTX 4090, LoHan's by its equations; ratios at
-    each batch. Fig. 7's arms swap alike: they differ in what becomes of gradients alone."""
+    """Yield tokens per second of each system at the batches that fit the GPU, and the ratios at each batch.
+
+    On the RTX 4090, LoHan is also computed by its equations. Fig. 7's arms swap alike and differ only in how they
+    handle gradients.
+    """
     of_gradients = exhibit.startswith("lohan-fig07")
     for batch in (b for b in batches if settings.on_gpu(model, b // gpus, 24)):
         cells = {"model": model, "testbed": testbed, "x": ("global_batch_size" if gpus > 1 else "batch_size", batch)}
@@ -70,7 +74,7 @@ def by_batch(
 
 
 def shares() -> Iterator[Row]:
-    """How long the GPU and the optimizer take of ZeRO-Infinity's step."""
+    """Yield the shares of the GPU and of the optimizer in ZeRO-Infinity's step."""
     for model in ("13B", "30B", "70B"):
         for batch in (8, 16, 32, 64):
             made = settings.step(settings.ZERO, model, batch)
@@ -85,7 +89,7 @@ def shares() -> Iterator[Row]:
 
 
 def colossal_busy() -> Iterator[Row]:
-    """How long the GPU takes of Colossal-AI's step, at the batch of ZeRO-Infinity's 36 %."""
+    """Yield the GPU's share of Colossal-AI's step, at the batch of ZeRO-Infinity's 36 %."""
     made = settings.step(settings.COLOSSAL, "13B", 32)
     busy = sum(made.simulated.served_s[phase.name].get("gpu0", 0.0) for phase in made.phases)
     cells = {"series": settings.COLOSSAL, "model": "13B", "x": ("batch_size", 32)}
@@ -93,7 +97,7 @@ def colossal_busy() -> Iterator[Row]:
 
 
 def best_of_sizes() -> Iterator[Row]:
-    """Fig. 5c: at the largest batch that each system can have, by the paper's count of FLOP."""
+    """Yield Fig. 5c: each system at its largest batch, by the paper's count of FLOP."""
     peak = settings.net("13B", 32)
     whole = 2 * peak.forward_flops + peak.forward_flops + peak.block_flops
     top = peak.reported_tflops(whole / settings.PAPER.value("gpu_throughput"))
@@ -131,10 +135,11 @@ def best_of_sizes() -> Iterator[Row]:
 
 
 def by_drives() -> Iterator[Row]:
-    """Fig. 10: 135B at the largest batch of each system, 13B at three.
+    """Yield Fig. 10: 135B at the largest batch of each system, 13B at three batches.
 
     By the equations the 13B's activations stay in main memory, which is filled first (Eq. 3); the simulator writes all
-    to the SSDs."""
+    of them to the SSDs.
+    """
     most = {series: largest_batch(series, "135B", BATCHES) for series in (settings.LOHAN, settings.ZERO)}
     for series, batch in most.items():
         few, many = (settings.step(series, "135B", batch, ssds=n).tokens_per_second for n in (DRIVES[0], DRIVES[-1]))
@@ -168,13 +173,14 @@ def dit(name: str, batch: int) -> DiT:
 
 
 def most_in_memory(name: str) -> int:
-    """Images per step of Fast-DiT, which holds 16 bytes per parameter and all activations on the GPU; 0: none fits."""
+    """Return the images per step of Fast-DiT, which keeps 16 bytes per parameter and all activations on the GPU; 0:
+    none."""
     nets = (dit(name, batch) for batch in (16, 8, 4, 2, 1))
     return next((n.batch for n in nets if 16 * n.parameters + n.all_activations < 24 * GIB), 0)
 
 
 def diffusion() -> Iterator[Row]:
-    """Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
+    """Yield Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
     batch = int(settings.PAPER.value("dit_batch"))
     held = max((float(name.removesuffix("B")) for name in settings.DITS if most_in_memory(name)), default=0.0)
     source = "16 bytes per parameter and all activations of one image within 24 GiB"
@@ -193,7 +199,7 @@ def diffusion() -> Iterator[Row]:
 
 
 def costs() -> Iterator[Row]:
-    """Fig. 13: 30B on four RTX 4090 and on a DGX-A100, tokens per second for 1000 dollars."""
+    """Yield Fig. 13: 30B on four RTX 4090 and on a DGX-A100, in tokens per second per 1000 dollars."""
     batch = settings.most_on_gpu("30B", 24, (8, 16, 32, 64))
     n = settings.net("30B", batch)
     flops = 3 * n.forward_flops + n.block_flops

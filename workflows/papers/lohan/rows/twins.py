@@ -1,8 +1,9 @@
 """Figs. 3, 7, 9b, 10b and 12 measured: time twins on the streaming engine, from records of `memascend bench engine`.
 
-Products have one core, updates and I/O another, and the SSD one rate (`memascend.bench.rate_limit`). Beside it stands
-what was said before: the simulator's step, and for Fig. 9b the engine's own model, which decides after the first step.
-Fig. 5a by direction: systems that take turns on a machine without a GPU, by phase, and what the gain is made of.
+Products use one core, updates and I/O another, and the SSD has one rate (`memascend.bench.rate_limit`). Each value is
+accompanied by its prediction: the simulator's step, and for Fig. 9b the engine's own model, which decides after the
+first step. Fig. 5a is given by direction: systems that take turns on a machine without a GPU, by phase, and the parts
+that the gain consists of.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from workflows.papers.lohan.rows.throughput import DRIVES, most_in_memory
 from workflows.records import predicted_steps
 
 OF_TWIN, SHARE = " of the twin", "swapped share (%)"
-# Of the twin for a sequence of the 13B: its products then stand to an SSD of 500 MB/s as the 13B's to the server's.
+# Tokens of the twin per sequence of the 13B: the ratio of its products to an SSD of 500 MB/s is then that of the 13B on
+# the server.
 TOKENS = 12
-# Twins of all arms: model of the record -> original, exhibit, and tokens for a sequence of the original.
+# Twins of all arms: model of the record -> original, exhibit, and tokens per sequence of the original.
 OF_ARMS = {"13B-padded": ("13B", "lohan-fig07a", TOKENS), "175B-padded": ("175B", "lohan-fig07b", 16)}
-RATIO_OFF = 0.1  # that device : SSD may be from the original's
-FASTEST = 500_000_000  # B/s of a path that stands for twelve SSDs
+RATIO_OFF = 0.1  # allowed deviation of device : SSD from the original's
+FASTEST = 500_000_000  # B/s of a path that represents twelve SSDs
 ARMS = {"optimized": "LoHan Optimized", "naive": "LoHan Naive", "none": "LoHan+ZeRO"}
 TURNS = {
     ("zero_infinity", "as_published"): settings.ZERO,
@@ -38,7 +40,7 @@ TURNS = {
     **{("lohan", arm): series for arm, series in ARMS.items()},
     ("lohan", "as_published"): settings.LOHAN,
 }
-# What is different between two that follow one another.
+# Part of the gain -> the two systems that differ in it.
 PARTS = {
     "runtime": ("DeepSpeed 0.19.8, pipelined", "LoHan+ZeRO"),
     "gradients used as they come": ("LoHan+ZeRO", "LoHan Naive"),
@@ -65,7 +67,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
-    """Medians; ratios and differences are taken round by round. Of records that have all of these arms, no others."""
+    """Yield Fig. 5a from records that have exactly these arms: medians, with ratios and differences round by round."""
     for record in records:
         if {(point["system"], point["arm"]) for point in record["points"]} != set(TURNS):
             continue
@@ -79,7 +81,7 @@ def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
             at = {**cells, "x": ("batch_size", batch)}
             tokens = batch * point["sequence"]
             yield of_record(record, "lohan-fig05a", "throughput" + OF_TWIN, tokens / median(seconds), "token/s", **at)
-            for stage, took in of_stage.items() if len(steps) == 1 else ():  # at the smallest
+            for stage, took in of_stage.items() if len(steps) == 1 else ():  # at the smallest batch
                 at = {**cells, "x": ("stage", stage)}
                 yield of_record(record, "lohan-fig05a", "stage_time" + OF_TWIN, median(took), "s", **at)
         for batch, found in steps.items():
@@ -100,7 +102,8 @@ def shown(record: dict[str, Any], exhibit: str, metric: str, value: float | str,
 
 
 def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
-    """Ratios of throughput stand for the 13B's where device and SSD stand to one another as on the paper's server."""
+    """Yield the arms of Fig. 7. Ratios of throughput count for the original only if device : SSD is
+    as on its server."""
     model, exhibit, tokens = OF_ARMS[Path(record["options"]["model"]).stem]
     place = f"{record['host']['name']}/{model}-k{record['options']['twin']}"
     longest = max(context for context, _ in points)
@@ -135,7 +138,7 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
-    """Fast-DiT is the module in memory, at the batch that the GPU of the original holds."""
+    """Yield Fig. 12; Fast-DiT is the module in memory, at the batch that the original's GPU can hold."""
     layers, hidden = map(int, record["options"]["model"].removeprefix("dit:").split("x")[:2])
     name = next((name for name, size in settings.DITS.items() if size == (layers, hidden)), None)
     if name is None:
@@ -153,15 +156,18 @@ def diffusion(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def together(drives: int) -> float:
-    """GB/s of so many SSDs that read as much as they write, as paths of twins stand for them: each as fast as its data
-    sheet, up to the rate of twelve."""
+    """Return GB/s of this many SSDs that read as much as they write, as a twin's path represents them.
+
+    Each drive is as fast as its data sheet says, up to the total rate of twelve.
+    """
     ways = ("read", "write")
     whole, one = ([settings.PAPER.value(f"{of}ssd_{way}_gb_per_s") for way in ways] for of in ("", "one_"))
     return 2 / sum(1 / min(most, drives * each) for most, each in zip(whole, one, strict=True))
 
 
 def by_drives(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
-    """For as many SSDs as have the share of twelve's rate that the record's path has of FASTEST."""
+    """Yield Fig. 10b for the number of SSDs whose rate relative to twelve is that of the record's path relative to
+    FASTEST."""
     share = record["options"]["path_rate"] / FASTEST
     drives = [n for n in DRIVES if abs(together(n) / together(12) - share) < 0.005]
     said = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
@@ -191,7 +197,8 @@ def swapped(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def by_tensor(record: dict[str, Any], exhibit: str, events: list[Event]) -> Iterator[Row]:
-    """As `fig01.by_tensor`: reads are of states, and writes too; numbers count blocks from 1."""
+    """Yield the timeline of `fig01.by_tensor` from a measured trace; reads and writes are of states, blocks count from
+    1."""
 
     def named(event: Event) -> tuple[str, str] | None:
         block = re.search(r"block (\d+)|\.h\.(\d+)[./]", event.name)

@@ -1,4 +1,4 @@
-"""What MemAscend's exhibits compute, in both lanes."""
+"""The rows of MemAscend's exhibits, in both lanes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workflows.records import Run
 
 
 def modelled() -> Iterator[Row]:
-    """Every row of the planner. Tables III and V have none: they describe machines."""
+    """Yield every row of the planner. Tables III and V have none, since they describe machines."""
     yield from memory.planned()
     yield from sweeps.planned()
     yield from times.rows()
@@ -19,7 +19,8 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
-    """Rows of run records. What a line through measured points says of sizes that were not run is ``modelled``."""
+    """Yield rows of run records; values that a fitted line gives for sizes that were not run have the lane
+    ``modelled``."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         kinds.setdefault(record["kind"], []).append(record)

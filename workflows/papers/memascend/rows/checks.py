@@ -1,9 +1,9 @@
-"""The overflow check by size: MemAscend Fig. 12, the times of Fig. 3 and the extra memory of Fig. 13, from records of
-``memascend bench overflow`` (older ones, of kind bench-overflow, are for Figs. 3 and 13 alone).
+"""The overflow check by size: MemAscend Fig. 12, the times of Fig. 3 and the extra memory of Fig. 13.
 
-Measured are the sizes that were run. A model's gradients do not fit a small machine: its latency is read off a
-straight line (least squares) through the medians of all measured sizes, is of the lane ``modelled``, and its source is
-that line.
+The rows come from records of ``memascend bench overflow`` (older ones, of kind bench-overflow, only give Figs. 3 and
+13). The sizes that were run are measured. A model's gradients do not fit a small machine: its latency is read off a
+straight line (least squares) through the medians of all measured sizes, has the lane ``modelled``, and names that line
+as its source.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATENCY = "overflow check latency"
 LOW, HIGH = (f"{LATENCY}, {end} quartile over rounds" for end in ("lower", "upper"))
 REDUCTION, AVERAGE = "overflow check latency reduction", "average overflow check latency reduction"
 EXPONENT = "growth exponent"
-SERIES = {  # way of the benchmark -> series; DeepSpeed's release is in the record
+SERIES = {  # method of the benchmark -> series; the record names DeepSpeed's release
     "chain": AS_PUBLISHED,
     "aminmax": "torch.aminmax",
     "isfinite": "torch.isfinite().all()",
@@ -34,11 +34,11 @@ SERIES = {  # way of the benchmark -> series; DeepSpeed's release is in the reco
 }
 SYSTEMS = ("chain", "deepspeed", "fused")
 MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
-BEYOND_CACHES = 64_000_000  # fp32 elements: 256 MB, more than a processor's last-level cache holds of a buffer
+BEYOND_CACHES = 64_000_000  # fp32 elements: 256 MB, more of a buffer than a last-level cache holds
 
 
 def rows(bench: dict[str, Any]) -> Iterator[Row]:
-    """Rows of one record; of its points those in fp32, as the gradients of the flat buffer are."""
+    """Yield the rows of one record from its points in fp32, the dtype of the flat buffer's gradients."""
     points = [p for p in bench["points"] if p["dtype"] == "fp32"]
     medians: dict[str, dict[int, float]] = defaultdict(dict)
     for point in points:
@@ -55,20 +55,20 @@ def rows(bench: dict[str, Any]) -> Iterator[Row]:
 
 
 def series(bench: dict[str, Any], method: str) -> str:
-    """Name of a way's series, as the other exhibits have it."""
+    """Return the name of a method's series in the other exhibits."""
     if method == "deepspeed":
         return f"ZeRO-Infinity (DeepSpeed {bench['versions'].get('deepspeed', 'version unknown')})"
     return SERIES[method]
 
 
 def growth_exponent(line: dict[int, float]) -> float | None:
-    """e in latency ~ elements^e beyond the caches; None for fewer than two such sizes."""
+    """Return e in latency ~ elements^e for sizes beyond the caches; None for fewer than two such sizes."""
     far = {numel: seconds for numel, seconds in line.items() if numel >= BEYOND_CACHES}
     return float(np.polyfit(np.log(list(far)), np.log(list(far.values())), 1)[0]) if len(far) > 1 else None
 
 
 def straight_line(line: dict[int, float]) -> tuple[float, float] | None:
-    """(seconds, seconds per element) of the least-squares line; None for fewer than two sizes."""
+    """Return (seconds, seconds per element) of the least-squares line; None for fewer than two sizes."""
     if len(line) < 2:
         return None
     slope, start = np.polyfit(list(line), list(line.values()), 1)
@@ -83,7 +83,8 @@ def _row(
 
 
 def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[Row]:
-    """From the chain to the fused check, for each size, and the mean over the sizes beyond the caches."""
+    """Yield the reduction from the chain to the fused check for each size, and its mean over sizes
+    beyond the caches."""
     chain, fused = medians["chain"], medians["fused"]
     percent = {numel: 100 * (1 - fused[numel] / chain[numel]) for numel in chain if numel in fused}
     for numel, value in percent.items():
@@ -94,7 +95,7 @@ def _reductions(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> 
 
 
 def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -> Iterator[Row]:
-    """Latencies at the models' gradient counts, and the reductions between them."""
+    """Yield latencies at the models' gradient counts, and the reductions between them."""
     lines = {m: straight_line(medians[m]) for m in SYSTEMS if m in medians}
     lines = {m: line for m, line in lines.items() if line is not None}
     percents = []
@@ -120,7 +121,7 @@ def _extrapolated(bench: dict[str, Any], medians: dict[str, dict[int, float]]) -
 
 
 def each_way(bench: dict[str, Any]) -> Iterator[Row]:
-    """Time of each way to check (Fig. 3), and its extra memory as a multiple of the largest buffer (Fig. 13)."""
+    """Yield the time of each method (Fig. 3), and its extra memory as a multiple of the largest buffer (Fig. 13)."""
     shown = ("chain", "aminmax", "fused", "sum")
     points = [p for p in bench["points"] if p["dtype"] == "fp32" and p["method"] in shown and "extra_bytes" in p]
     largest = max((p["numel"] for p in points), default=0)

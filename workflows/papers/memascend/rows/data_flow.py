@@ -1,4 +1,4 @@
-"""MemAscend Fig. 1: where parameters and gradients go in ZeRO-Infinity's backward pass, simulated."""
+"""MemAscend Fig. 1: the simulated path of parameters and gradients in ZeRO-Infinity's backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINES = {
 
 
 def rows() -> Iterator[Row]:
-    """A bar for a block on each resource of rank 0, from the begin of backward."""
+    """Yield a bar per block and resource of rank 0, from the begin of the backward pass."""
     spec = replace(model_spec("llama3.1-8b"), layers=BLOCKS)
     work = Workload(spec=spec, system="zero_infinity", dtype="fp16", ranks=RANKS, batch=1, context=CONTEXT)
     simulated = step_time(papers(work), machine(C1)).simulated

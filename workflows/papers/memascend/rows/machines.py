@@ -9,7 +9,7 @@ from workflows.cases import Row, of_record
 
 
 def rows(record: dict[str, Any]) -> Iterator[Row]:
-    """Rows of one record of kind ``testbed``."""
+    """Yield the rows of one record of kind ``testbed``."""
     name, probed = record["host"]["name"], record["testbed"]
     sockets = f"{probed['sockets']} × " if (probed["sockets"] or 1) > 1 else ""
     parts = {
@@ -26,7 +26,7 @@ def rows(record: dict[str, Any]) -> Iterator[Row]:
 
 
 def listed(devices: list[dict[str, Any]], size: str, unit: str) -> str:
-    """Devices as the paper's tables write them: count, model, size."""
+    """Return devices in the format of the paper's tables: count, model, size."""
     texts = []
     for device in devices:
         amount = f" ({device[size]:.3g} {unit})" if device.get(size) else ""

@@ -1,6 +1,6 @@
 """Rows of step-time records (workflows.run.interleaved): MemAscend Tables IV and VI, and the I/O volumes of Fig. 20.
 
-An improvement is the median over rounds of the ratio within a round, as the arms of a round ran one after the other.
+An improvement is the median over rounds of the ratio within a round, since a round's arms ran one after the other.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from workflows.cases import Row, of_record, quartiles, step_seconds
 from workflows.records import measured_on
 from workflows.tidy import DISPLAY, GIB, SCALED
 
-Arm = tuple[str, ...]  # system, arm, dtype; then the environment where it is not ours
+Arm = tuple[str, ...]  # system, arm, dtype, and the environment if it is not ours
 
 MEMASCEND_BF16 = ("memascend", "memascend", "bf16")
 # Table -> (series, slower arm, faster arm).
 TABLES: dict[str, tuple[str, Arm, Arm]] = {
     "memascend-tab04": (
         "MemAscend vs ZeRO-Infinity",
-        ("zero_infinity", "as_published_direct", "fp16"),  # the engine is the one that Table IV has in both
+        ("zero_infinity", "as_published_direct", "fp16"),  # Table IV uses this engine in both
         ("memascend", "memascend", "fp16"),
     ),
     "memascend-tab06": ("MemAscend+bf16 vs MemAscend", MEMASCEND_BF16, ("memascend", "memascend_bf16", "bf16")),
 }
-# Beside a table's two, where a profile times them: ZeRO-Infinity of both DeepSpeed versions on its own file engine.
+# Further arms that some profiles time: ZeRO-Infinity of both DeepSpeed versions with its own file engine.
 COMPARED: dict[str, tuple[Arm, ...]] = {
     "memascend-tab04": (
         ("zero_infinity", "as_published", "fp16"),
@@ -39,16 +39,16 @@ VOLUMES: dict[Arm, str] = {
     MEMASCEND_BF16: "MemAscend",
     ("memascend", "memascend_bf16", "bf16"): "MemAscend + bf16 optimizer",
 }
-# What older records call an arm: the same parts, before ZeRO-Infinity had an arm of them.
+# Names in older records, from before ZeRO-Infinity had an arm with these parts.
 FORMER = {("memascend", "direct_only"): ("zero_infinity", "as_published_direct")}
-ENOUGH_ROUNDS = 3  # with fewer there is no spread, and bytes are all that a record is for
+ENOUGH_ROUNDS = 3  # fewer rounds give no spread; such a record is only for bytes
 LARGEST_SPREAD = 10.0  # points between the quartiles of an improvement
 IMPROVEMENT = "throughput improvement"
 LOW, HIGH = (f"{IMPROVEMENT}, {end} quartile over rounds" for end in ("lower", "upper"))
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
-    records = [record for record in records if record["lane"] == "measured"]  # a prediction is another paper's
+    records = [record for record in records if record["lane"] == "measured"]  # predictions belong to another paper
     for device in sorted({record.get("device", "cpu") for record in records}):
         of_one = [record for record in records if record.get("device", "cpu") == device]
         for exhibit in TABLES:
@@ -58,13 +58,13 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def measured(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
-    """A row of a record."""
+    """Return a row of a record."""
     own = {"model": DISPLAY.get(record["model"], record["model"]), "testbed": measured_on(record)}
     return of_record(record, exhibit, metric, value, unit, **own | cells)
 
 
 def steps(record: dict[str, Any], arm: Arm) -> dict[tuple[int, int], dict[str, Any]]:
-    """(context of the original, batch) -> the arm's series at that point."""
+    """Return (context of the original, batch) -> the arm's point."""
     k = record["twin"]["k"]
     return {(p["sequence"] * k, p["batch"]): p for p in record["points"] if arm_of(p) == arm}
 
@@ -75,7 +75,8 @@ def arm_of(point: dict[str, Any]) -> Arm:
 
 
 def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
-    """Each model and batch with quartiles; then the smallest over all, and how it changes with the batch."""
+    """Yield each model's and batch's improvement with quartiles, the smallest over all, and its
+    change with the batch."""
     series, slower, faster = TABLES[exhibit]
     found: dict[str, dict[int, float]] = defaultdict(dict)
     spread = 0.0
@@ -105,7 +106,8 @@ def step_times(record: dict[str, Any], exhibit: str, arm: Arm, point: tuple[int,
 
 
 def relative(record: dict[str, Any], exhibit: str, arm: Arm, base: Arm) -> Iterator[Row]:
-    """Seconds of an arm, and its ratio to another's within a round with quartiles, at each point that both have."""
+    """Yield an arm's seconds, and its ratio to another's within a round with quartiles, at each
+    point that both have."""
     ours, theirs = steps(record, base), steps(record, arm)
     for point in theirs.keys() & ours.keys():
         yield from step_times(record, exhibit, arm, point)
@@ -119,7 +121,7 @@ def relative(record: dict[str, Any], exhibit: str, arm: Arm, base: Arm) -> Itera
 def over_all(
     exhibit: str, series: str, records: list[dict[str, Any]], found: dict[str, dict[int, float]], spread: float
 ) -> Iterator[Row]:
-    """What the claims judge; a text in its place where the rounds scatter too much to judge anything."""
+    """Yield the values that the claims judge, or a text in their place if the rounds scatter too much."""
     if not found:
         return
     host, device = records[0]["host"]["name"], records[0].get("device", "cpu")
@@ -138,7 +140,10 @@ def over_all(
 
 
 def volumes(record: dict[str, Any]) -> Iterator[Row]:
-    """Bytes to and from the SSD in one step, counted at the I/O engine; the same at every batch, so of the first."""
+    """Yield the bytes to and from the SSD in one step, counted at the I/O engine.
+
+    They are the same at every batch, so the first is used.
+    """
     k, exhibit = record["twin"]["k"], "memascend-fig20"
     for arm, series in VOLUMES.items():
         for point in list(steps(record, arm).values())[:1]:

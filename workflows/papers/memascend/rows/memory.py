@@ -1,8 +1,8 @@
-"""Host memory of one step: MemAscend Figs. 3, 4, 8, 11, 13, 15 and 21 and Table II, of plans and of runs.
+"""Host memory of one step: MemAscend Figs. 3, 4, 8, 11, 13, 15 and 21 and Table II, from plans and runs.
 
-Planned totals hold the process overhead that Fig. 8 states (1.63 GiB per process), as the printed totals do; measured
-peaks are net of the run's baseline. The plans describe one rank and no activation checkpoints, which is what Figs. 4,
-8, 15 and 21 fit (the paper states neither).
+Planned totals include the process overhead that Fig. 8 states (1.63 GiB per process), as printed totals do; measured
+peaks are net of the run's baseline. The plans describe one rank without activation checkpoints, which matches Figs. 4,
+8, 15 and 21 (the paper states neither).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workflows.tidy import AS_PUBLISHED, MEMASCEND
 TABLE_II = ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b")
 TABLE_II_NAMES = ("Llama3.2-1B", "Llama3.2-3B", "Llama3.1-8B")
 TABLE_II_GPU_GIB, TABLE_II_RAM_GIB = 24, 128
-# Components of Fig. 8; what the paper's bars leave out goes together.
+# Components of Fig. 8; components that the paper's bars leave out are summed.
 FIGURE_8 = (
     "parameter buffer pool",
     "gradient flat buffer",
@@ -57,7 +57,7 @@ def planned() -> Iterator[Row]:
 
 
 def measured(runs: list[Run]) -> Iterator[Row]:
-    """Of runs at one point; sweeps and curves are not among them."""
+    """Yield the rows of runs at one point, without sweeps and curves."""
     paired = [r for r in runs if r.series not in (tidy.ZERO_OFFLOAD, tidy.ALL_IN_GPU)]
     paired = [r for r in paired if r.model not in TABLE_II_NAMES[:2]]
     fp16, bf16 = ([r for r in paired if r.dtype == dtype] for dtype in ("fp16", "bf16"))
@@ -74,7 +74,7 @@ def measured(runs: list[Run]) -> Iterator[Row]:
 
 
 def pairs(cases: Iterable[Case]) -> list[tuple[Case, Case]]:
-    """(as published, MemAscend) cases that differ in nothing else."""
+    """Return the (as published, MemAscend) cases that differ in nothing else."""
     cases = [case for case in cases if case.ok]
 
     def same(case: Case) -> tuple:
@@ -90,7 +90,7 @@ def peak(case: Case) -> int:
 
 
 def fig04(both: list[tuple[Case, Case]]) -> Iterator[Row]:
-    """What MemAscend needs is required, the rest of the baseline's peak is overhead."""
+    """Yield Fig. 4: MemAscend's peak is the required memory, the rest of the baseline's peak is overhead."""
     exhibit, shares = "memascend-fig04", []
     formula = "overhead / peak of ZeRO-Infinity"
     for before, after in both:
@@ -105,7 +105,7 @@ def fig04(both: list[tuple[Case, Case]]) -> Iterator[Row]:
 
 
 def fig11(cases: Iterable[Case]) -> Iterator[Row]:
-    """The parameter buffer pool as requested: rounding is a component of its own in Fig. 8."""
+    """Yield the parameter buffer pool as requested; rounding is a separate component in Fig. 8."""
     cases = [case for case in cases if case.ok]
     for case in cases:
         yield from in_bytes("memascend-fig11", case, OWNER_METRICS["parameter_pool"], case.owned("parameter_pool"))
@@ -113,7 +113,7 @@ def fig11(cases: Iterable[Case]) -> Iterator[Row]:
 
 
 def buffers(cases: Iterable[Planned]) -> Iterator[Row]:
-    """How many buffers MemAscend's pool has (IV-B): 2 + 7 N for a dense model with a head of its own."""
+    """Yield the number of buffers in MemAscend's pool (IV-B): 2 + 7 N for a dense model with a separate head."""
     for case in (case for case in cases if case.series == MEMASCEND):
         work = case.made.work
         parts = work.streamed()
@@ -123,7 +123,7 @@ def buffers(cases: Iterable[Planned]) -> Iterator[Row]:
 
 
 def fig13(cases: Iterable[Case]) -> Iterator[Row]:
-    """What the check needs beside the gradient buffer."""
+    """Yield the bytes that the check needs in addition to the gradient buffer, and that buffer."""
     for case in (case for case in cases if case.ok):
         yield from in_bytes("memascend-fig13", case, OWNER_METRICS["overflow_check"], case.check_bytes)
         buffer = case.owned("gradient_flat_buffer")
@@ -131,7 +131,7 @@ def fig13(cases: Iterable[Case]) -> Iterator[Row]:
 
 
 def peaks(exhibit: str, cases: list[Case]) -> Iterator[Row]:
-    """Figs. 15 and 21: peaks of four models, reductions and their mean."""
+    """Yield Figs. 15 and 21: peaks of four models, reductions and their mean."""
     for case in cases:
         yield from (
             in_bytes(exhibit, case, PEAK, case.peak_bytes) if isinstance(case, Planned) else run_peaks(exhibit, [case])
@@ -140,7 +140,7 @@ def peaks(exhibit: str, cases: list[Case]) -> Iterator[Row]:
 
 
 def run_peaks(exhibit: str, runs: list[Run]) -> Iterator[Row]:
-    """Host peak, and what is reported beside it; a text where the run has none."""
+    """Yield the host peak with the values reported next to it, or a text if the run has no peak."""
     for run in runs:
         if not run.ok:
             yield failed(exhibit, run)
@@ -148,12 +148,12 @@ def run_peaks(exhibit: str, runs: list[Run]) -> Iterator[Row]:
         yield from in_bytes(exhibit, run, PEAK, run.peak_bytes)
         for metric, field in BESIDE.items():
             rows = list(in_bytes(exhibit, run, metric, run.memory(field)))
-            yield from rows if metric == "device-role peak" else rows[:1]  # what does not scale with a twin is as it is
+            yield from rows if metric == "device-role peak" else rows[:1]  # others do not scale with a twin
         yield of_case(exhibit, run, LEDGER, 100 * run.memory("ledger_explained_share"), "%")
 
 
 def planned_fig03() -> Iterator[Row]:
-    """Bytes alive through the steps of the check, for 8B."""
+    """Yield the live bytes through the steps of the check, for 8B."""
     exhibit = "memascend-fig03"
     for case in pair("llama3.1-8b", C1):
         chain = case.made.work.system == "zero_infinity"
@@ -170,7 +170,7 @@ def planned_fig03() -> Iterator[Row]:
 
 
 def measured_fig03(runs: list[Run]) -> Iterator[Row]:
-    """Memory during the check, from the largest twin."""
+    """Yield memory during the check, from the largest twin."""
     exhibit = "memascend-fig03"
     ok = [r for r in runs if r.ok and r.record["ranks"] == 1 and r.model in tidy.DENSE]
     for run in (r for r in ok if r.series == AS_PUBLISHED and r.model == "Llama3.1-8B"):
@@ -186,7 +186,8 @@ def measured_fig03(runs: list[Run]) -> Iterator[Row]:
 
 
 def check_timeline(exhibit: str, run: Run) -> Iterator[Row]:
-    """Memory relative to the flat buffer through the last check: from the ledger's events, and as the kernel saw it."""
+    """Yield memory relative to the flat buffer through the last check, from the ledger's events and from the kernel's
+    view."""
     flat = run.owned("gradient_flat_buffer")
     if not flat:
         return
@@ -212,7 +213,7 @@ def check_timeline(exhibit: str, run: Run) -> Iterator[Row]:
 
 
 def resident(exhibit: str, run: Run, trace: pd.DataFrame, span: tuple[float, float], flat: int) -> Iterator[Row]:
-    """The sampled host-resident memory around the check, its level before the check taken as 1."""
+    """Yield the sampled resident memory around the check, relative to its level before the check."""
     begin, end = span
     margin = 0.25 * (end - begin) + 0.02
     window = trace[(trace["t_s"] >= begin - margin) & (trace["t_s"] <= end + margin)]
@@ -227,7 +228,7 @@ def resident(exhibit: str, run: Run, trace: pd.DataFrame, span: tuple[float, flo
 
 
 def planned_fig08() -> Iterator[Row]:
-    """Components and totals for Qwen2.5-7B, today's DeepSpeed (on a GPU machine) beside the paper's baseline."""
+    """Yield components and totals for Qwen2.5-7B, including today's DeepSpeed (on a GPU machine)."""
     exhibit = "memascend-fig08"
     as_published, ours = pair("qwen2.5-7b", C1)
     for case in (as_published, paper_plan("qwen2.5-7b", "zero_infinity", C1, "today"), ours):
@@ -259,14 +260,14 @@ def measured_fig08(runs: list[Run]) -> Iterator[Row]:
 
 
 def least(exhibit: str, case: Case, parts: dict[str, int]) -> Iterator[Row]:
-    """The paper's theoretical minimum: MemAscend's pool and the gradient buffer."""
+    """Yield the paper's theoretical minimum: MemAscend's pool and the gradient buffer."""
     needed = {name: parts[name] for name in NEEDED}
     for metric, nbytes in {**needed, PEAK: sum(needed.values())}.items():
         yield from in_bytes(exhibit, case, metric, nbytes, series=tidy.MINIMUM)
 
 
 def planned_tab02() -> Iterator[Row]:
-    """All nine cells; a configuration beyond 24 GiB of GPU or 128 GiB of host memory is named as what it is."""
+    """Yield all nine cells; a configuration beyond 24 GiB of GPU or 128 GiB of host memory is named out of memory."""
     exhibit = "memascend-tab02"
     for model in TABLE_II:
         for system in ("all_in_gpu", "zero_offload", "zero_infinity"):

@@ -1,8 +1,9 @@
 """Latency and bandwidth of one tensor by its size (MemAscend Fig. 14), from records of ``memascend bench nvme``.
 
-ZeRO-Infinity is DeepNVMe with a file per tensor, on the file system; MemAscend is the direct engine on a loop device,
-or where there is none in a file. DeepNVMe in the file behind that device, at the engine's place, stands beside them: it
-tells what the software does from what the place on the disk does; the engine in a file tells what the loop device does.
+ZeRO-Infinity is DeepNVMe with a file per tensor on the file system. MemAscend is the direct engine on a loop device, or
+in a file if there is none. Two further series separate the causes: DeepNVMe in the file behind that device, at the
+engine's place, separates the software from the place on the disk; the engine in a file shows the effect of the loop
+device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ READS = "average read bandwidth relative to ZeRO-Infinity"
 
 
 def rows(bench: dict[str, Any]) -> Iterator[Row]:
-    """Rows of one record; workers beyond one are left out."""
+    """Yield the rows of one record; runs with several workers are left out."""
     points = [p for p in bench["points"] if p.get("question") == "sizes" and p["method"] in SERIES]
     bandwidth: dict[tuple[str, str], dict[int, float]] = {}
     for point in points:
@@ -44,7 +45,7 @@ def rows(bench: dict[str, Any]) -> Iterator[Row]:
 
 
 def _gains(bench: dict[str, Any], bandwidth: dict[tuple[str, str], dict[int, float]]) -> Iterator[Row]:
-    """Of writing, size by size and over the sizes; of reading, the ratio of the means over the sizes."""
+    """Yield the gain in writing by size and over the sizes, and in reading the ratio of the means over the sizes."""
     if any((series, op) not in bandwidth for series in (MEMASCEND, ZERO_INFINITY) for op in ("write", "read")):
         return
     mine, theirs = bandwidth[MEMASCEND, "write"], bandwidth[ZERO_INFINITY, "write"]

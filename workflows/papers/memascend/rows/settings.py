@@ -1,4 +1,4 @@
-"""Names that MemAscend's exhibits share: testbeds, models, axes, and the process memory that printed totals hold."""
+"""Names that MemAscend's exhibits share: testbeds, models, axes, and the process memory included in printed totals."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CONTEXTS = range(CONTEXT, 131_072 + 1, CONTEXT)
 
 @cache
 def pair(model: str, testbed: str, dtype: str = "fp16", ranks: int = 1) -> tuple[Planned, Planned]:
-    """(as published, MemAscend) for one model."""
+    """Return the plans (as published, MemAscend) for one model."""
     systems = ("zero_infinity", "memascend")
     before, after = (paper_plan(model, system, testbed, dtype=dtype, ranks=ranks) for system in systems)
     return before, after
 
 
 def batches(model: str) -> list[int]:
-    """1, 2 and every 4 up to the model's largest batch."""
+    """Return 1, 2 and every multiple of 4 up to the model's largest batch."""
     return [1, 2, *range(4, LARGEST_BATCH[model] + 1, 4)]

@@ -1,9 +1,10 @@
-"""Memory against context and batch, and losses: MemAscend Figs. 2, 9, 10, 16, 17, 18 and 19, planned and measured.
+"""Memory by context and batch, and losses: MemAscend Figs. 2, 9, 10, 16, 17, 18 and 19, planned and measured.
 
-Two GPUs, as these figures have: each rank holds a process overhead of 1.63 GiB (Fig. 8) and a checkpoint store of its
-own, which ZeRO-Infinity rounds to a power of two. The planned grids are finer than the paper's, so that plateaus are
-seen. A twin's context is the original's divided by k; x values are the original's. A rank may hold the sequences of
-both of the paper's GPUs (``gpus`` of the record): rounding gives the same for two stores as for one of twice the size.
+As in these figures, there are two GPUs: each rank has a process overhead of 1.63 GiB (Fig. 8) and its own checkpoint
+store, which ZeRO-Infinity rounds up to a power of two. The planned grids are finer than the paper's, so that plateaus
+are visible. A twin's context is the original's divided by k; x values are the original's. A rank may process the
+sequences of both of the paper's GPUs (``gpus`` of the record): rounding is the same for two stores as for one of twice
+the size.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from workflows.tidy import AS_PUBLISHED, MEMASCEND
 shown = settings.PAPER.shown
 CHECKPOINTS = "activation checkpoints in system memory"
 HYPOTHESIS = "peak system memory, hypothesis H1"
-LONGEST, LARGEST = settings.CONTEXTS[-1], 32  # the model's own limit, and the batch that stores as much: the last ones
-# Grids that the averages of Fig. 16 might be over (erratum M8); the paper states none.
+LONGEST, LARGEST = settings.CONTEXTS[-1], 32  # the model's limit, and the batch with as much to store
+# Grids over which the averages of Fig. 16 might be taken (erratum M8); the paper states none.
 GRIDS = {
     "every 4096": tuple(settings.CONTEXTS),
     "4096 and every 8192": (settings.CONTEXT, *range(2 * settings.CONTEXT, LONGEST + 1, 2 * settings.CONTEXT)),
@@ -46,7 +47,7 @@ class Point:
     """Peak host memory of one system at one context or batch."""
 
     x: int
-    case: Case  # of a plan: without activations
+    case: Case  # a plan is without activations
     peak_bytes: int
 
 
@@ -70,7 +71,7 @@ def planned() -> Iterator[Row]:
 
 
 def equation_1() -> Iterator[Row]:
-    """The formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator makes of it (P_m)."""
+    """Yield the formula without P_m for Qwen2.5-7B at batch 1, and what each system's allocator adds to it (P_m)."""
     exhibit, spec = "memascend-eq01", model_spec("qwen2.5-7b")
     for context in settings.CONTEXTS:
         at = {"x": (settings.AT_CONTEXT, context)}
@@ -89,7 +90,7 @@ def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:
 
 
 def curves(model: str, x_name: str, values: Iterable[int], testbed: str = settings.C1) -> list[Point]:
-    """Both systems at each context (batch 1) or batch (context 4096): the plan, and the checkpoints of Eq. 1."""
+    """Return both systems at each context (batch 1) or batch (context 4096): the plan plus the checkpoints of Eq. 1."""
     out = []
     for x in values:
         for case in settings.pair(model, testbed, ranks=settings.GPUS):
@@ -105,7 +106,8 @@ def drawn(exhibit: str, points: list[Point], x_name: str, **cells: str) -> Itera
 
 
 def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
-    """What fits under the paper's cap, and of contexts how the memory grows; printed totals hold the processes."""
+    """Yield the largest point under the paper's cap, and for contexts the growth; printed totals
+    include the processes."""
     metric, unit, limit = ("largest context", "tokens", LONGEST)
     if exhibit == "memascend-fig10":
         metric, unit, limit = ("largest batch", "sequences", LARGEST)
@@ -137,13 +139,13 @@ def growth(exhibit: str, points: list[Point]) -> Iterator[Row]:
 
 
 def reductions_at(points: list[Point]) -> dict[int, float]:
-    """x -> percent that MemAscend's peak is below the baseline's."""
+    """Return x -> by how many percent MemAscend's peak is below the baseline's."""
     peaks = {(p.case.series, p.x): p.peak_bytes for p in points}
     return {x: 100 * (1 - peaks[MEMASCEND, x] / peaks[AS_PUBLISHED, x]) for x in dict.fromkeys(p.x for p in points)}
 
 
 def smallest_reduction(exhibit: str, points: list[Point], **cells: str) -> Row:
-    """Of all contexts or batches of a model."""
+    """Return the smallest reduction over all contexts or batches of a model."""
     least, formula = min(reductions_at(points).values()), "least over the points of the curve"
     return of_case(exhibit, points[0].case, "smallest reduction", least, "%", formula, **cells | {"series": MEMASCEND})
 
@@ -158,7 +160,7 @@ def averages(exhibit: str, points: list[Point], **cells: str) -> Iterator[Row]:
 
 
 def planned_fig18() -> Iterator[Row]:
-    """The formula of the dense models, and beside it hypothesis H1: expert matrices stay in pinned host memory."""
+    """Yield the formula of the dense models, and hypothesis H1: expert matrices stay in pinned host memory."""
     exhibit, resident = "memascend-fig18", resident_experts()
     formula = "the same, and each rank's share of every expert matrix in a pinned power of two"
     for subfigure, (x_name, values) in zip("ab", axes(settings.MOE), strict=True):
@@ -170,16 +172,16 @@ def planned_fig18() -> Iterator[Row]:
 
 
 def resident_experts() -> int:
-    """Bytes that the 18,432 expert matrices take if they stay in memory, each rank's share rounded by itself (H1).
+    """Return the bytes of the 18,432 expert matrices if they stay in memory, each rank's share rounded separately (H1).
 
-    Both systems: such tensors go to PyTorch's allocator in MemAscend too.
+    This applies to both systems: MemAscend allocates such tensors by PyTorch's allocator too.
     """
     experts = [tensor for tensor in model_spec(settings.MOE).tensors() if ".experts." in tensor.name]
     return sum(settings.GPUS * (1 << (-(-2 * tensor.numel // settings.GPUS) - 1).bit_length()) for tensor in experts)
 
 
 def planned_stacks() -> Iterator[Row]:
-    """Fig. 2: one GPU, 8B, batch 4: each stack of techniques with all before it."""
+    """Yield Fig. 2: one GPU, 8B, batch 4; each stack contains the techniques before it."""
     spec = model_spec("llama3.1-8b")
     for context in (512, 32_768):
         for label, stack in STACKS.items():
@@ -190,7 +192,7 @@ def planned_stacks() -> Iterator[Row]:
 
 
 def measured(runs: list[Run]) -> Iterator[Row]:
-    """Of sweeps and curves. Which exhibit a sweep is for follows from its model and its points."""
+    """Yield the rows of sweeps and curves; a sweep's exhibits follow from its model and its points."""
     for run in (run for run in runs if run.is_sweep and run.ok):
         if len(run.record["stacks"]) > 1:
             yield from measured_stacks(run)
@@ -201,7 +203,7 @@ def measured(runs: list[Run]) -> Iterator[Row]:
 
 
 def exhibits_of(run: Run) -> Iterator[tuple[str, str, str]]:
-    """(exhibit, x axis, subfigure) that a sweep of this model is drawn in."""
+    """Yield (exhibit, x axis, subfigure) for a sweep of this model."""
     if run.model == "Qwen3-30B-A3B":
         yield from (("memascend-fig18", settings.AT_CONTEXT, "a"), ("memascend-fig18", settings.AT_BATCH, "b"))
         return
@@ -213,7 +215,7 @@ def exhibits_of(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
-    """x of the original -> the point: contexts at one sequence a GPU, batches (a GPU) at a context of 4096."""
+    """Return x of the original -> point: contexts at one sequence per GPU, batches per GPU at a context of 4096."""
     out = {}
     for point in run.record["points"]:
         context, batch = point["sequence"] * run.k, point["batch"] * run.record["ranks"] / run.record["gpus"]
@@ -237,7 +239,7 @@ def sweep(exhibit: str, run: Run, x_name: str, subfigure: str) -> Iterator[Row]:
 
 
 def measured_stacks(run: Run) -> Iterator[Row]:
-    """Fig. 2: most bytes of the device's role alive at once, from allocation events."""
+    """Yield Fig. 2: the largest number of live bytes of the device's role, from allocation events."""
     exhibit = "memascend-fig02"
     for point in run.record["points"]:
         context = point["sequence"] * run.k
@@ -252,7 +254,7 @@ def measured_stacks(run: Run) -> Iterator[Row]:
 
 
 def losses(runs: list[Run]) -> Iterator[Row]:
-    """Fig. 19: both arms' losses, and the largest difference between them."""
+    """Yield Fig. 19: both arms' losses, and the largest difference between them."""
     exhibit = "memascend-fig19"
     for run in runs:
         for step, loss in enumerate(run.record["losses"], 1):
@@ -273,5 +275,5 @@ def losses(runs: list[Run]) -> Iterator[Row]:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """Largest absolute difference of two curves of equal length."""
+    """Return the largest absolute difference of two curves of equal length."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))

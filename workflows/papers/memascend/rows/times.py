@@ -1,8 +1,8 @@
 """Throughput and I/O in the modelled lane: MemAscend Figs. 10, 17, 18 and 20, Tables IV and VI.
 
-Seconds are those of the systems' schedules, simulated on the paper's testbeds (memascend.planner.step_time);
-calibrations and what they rest on are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed
-throughputs; what configuration 2's SSDs sustain is in calibrations.yaml, solved from a cell of Table VI.
+Seconds are those of the systems' schedules, simulated on the paper's testbeds (memascend.planner.step_time).
+Calibrations and their sources are in memascend.planner.machine.CALIBRATIONS. Two are solved from Fig. 17's printed
+throughputs; the sustained rate of configuration 2's SSDs is in calibrations.yaml, solved from a cell of Table VI.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rows() -> Iterator[Row]:
 def seconds(
     model: str, testbed: str, ranks: int, batch: int, context: int, *, whole_chain: bool = False, **arm: str
 ) -> StepTime:
-    """A step; with `whole_chain` the milliseconds of III-C are those of each rank, not divided among the ranks."""
+    """Simulate a step; with `whole_chain` the milliseconds of III-C are each rank's, not divided among the ranks."""
     work = Workload(spec=model_spec(model), ranks=ranks, batch=batch, context=context, **arm)
     known = Calibrations()
     if testbed == settings.C2:
@@ -92,7 +92,7 @@ def seconds(
 def throughput(
     exhibit: str, model: str, x_name: str, values: list[int], testbed: str, subfigure: str = ""
 ) -> Iterator[Row]:
-    """Tokens per second of both systems on two GPUs, and over batches the exponent with which they grow."""
+    """Yield tokens per second of both systems on two GPUs, and over batches the exponent of their growth."""
     for system in ("zero_infinity", "memascend"):
         label, found = arrangement(system).label, {}
         for x in values:
@@ -122,7 +122,7 @@ def fig20() -> Iterator[Row]:
 
 
 def improvements(exhibit: str) -> Iterator[Row]:
-    """Percent more tokens per second, cell by cell, and what the text says of all cells."""
+    """Yield the percentage of additional tokens per second by cell, and the text's statements on all cells."""
     series, slower, faster = TABLES[exhibit]
     source = "memascend.planner.step_time: 100 (slower arm / faster arm - 1)"
     everywhere, shrinking = [], []
@@ -151,7 +151,8 @@ def improvements(exhibit: str) -> Iterator[Row]:
 
 
 def section_iii_c() -> Iterator[Row]:
-    """III-C's share of the check and Table IV's cells on two GPUs, by both readings of its 5507 ms (erratum M5)."""
+    """Yield III-C's share of the check and Table IV's cells on two GPUs, by both readings of its
+    5507 ms (erratum M5)."""
     model, (testbed, ranks) = "llama3.1-8b", CONFIGURATIONS["C1"]
     series, slower, faster = TABLES["memascend-tab04"]
     for whole, ending in ((True, ""), (False, ", check halved")):

@@ -1,8 +1,9 @@
-"""What the exhibits of MLP-Offload compute: steps of its schedule on its two testbeds.
+"""The rows of MLP-Offload's exhibits: steps of its schedule on its two testbeds.
 
-Two sets of inputs. *The authors' runs*: the parameters, the 2:1 split and the sub-groups in host memory of their logs
-(calibrations.yaml). *Paper alone*: the shapes of Table 2 with plain feed-forwards, Eq. 1, and as many sub-groups as the
-plan leaves room for in the host memory that 4.1 says is used; what follows from them is held out.
+There are two sets of inputs. *The authors' runs*: the parameters, the 2:1 split and the sub-groups in host memory of
+their logs (calibrations.yaml). *Paper alone*: the shapes of Table 2 with plain feed-forwards, Eq. 1, and as many
+sub-groups in host memory as the plan allows within the memory that 4.1 says is used. Results of the second are held
+out.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def originals() -> Iterator[twins.Original]:
-    """The models on Testbed-1, with the authors' inputs and from the paper alone."""
+    """Yield the models on Testbed-1, with the authors' inputs and from the paper alone."""
     paths = machine(ONE).described["paths"]
     rates = tuple((path["read_gb_per_s"]["value"], path["write_gb_per_s"]["value"]) for path in paths)
     for model in MODELS:
@@ -80,7 +81,8 @@ def originals() -> Iterator[twins.Original]:
 
 
 def raw_rates(records: list[dict[str, Any]]) -> Iterator[Row]:
-    """Fig. 4 measured: this machine's drive, or what a path is held to, read and written by one process and more."""
+    """Yield Fig. 4 measured: this machine's drive, or its rate-limited path, read and written by one and more
+    processes."""
     for record in records:
         for row in record["apart"]:
             name = f"NVMe {row['direction']}"
@@ -103,14 +105,18 @@ def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Wor
 
 @cache
 def held_by(model: str) -> int:
-    """Sub-groups per rank in host memory, by their share: DeepSpeed's logs count fewer, larger ones than this."""
+    """Return a rank's sub-groups in host memory by their share, since DeepSpeed's logs count fewer,
+    larger sub-groups."""
     return round(PAPER.value(f"held_share_{model}") * len(work("zero3", model, held=LEAST_HELD).sub_groups()))
 
 
 @cache
 def held_alone(model: str) -> int:
-    """Sub-groups per rank in host memory by the paper alone: what is used of it (4.1), less the structures of ZeRO-3
-    (4.3, as planned). Three where these leave less, the least that 4.1 names."""
+    """Return a rank's sub-groups in host memory from the paper alone.
+
+    This is the memory that is used (4.1) less ZeRO-3's structures (4.3, as planned), but at least three, the smallest
+    number in 4.1.
+    """
     mine = work("zero3", model, held=LEAST_HELD)
     numels = list(map(sum, mine.sub_groups()))
     one = STATES * ELEMENT_BYTES["fp32"] * mine.ranks * sum(numels) / len(numels)
@@ -119,14 +125,14 @@ def held_alone(model: str) -> int:
 
 
 def runtime_bytes(mine: Workload) -> int:
-    """Of host memory, beside the buffers that sub-groups are swapped through."""
+    """Return the planned bytes of host memory without the buffers that sub-groups are swapped through."""
     host = plan(mine)
     return host.host_bytes - host.requested_bytes("optimizer_buffers")
 
 
 @cache
 def step(arm: str, model: str, held: int, batch: int = 1, batches: int = 1) -> StepTime:
-    """On Testbed-1."""
+    """Simulate a step on Testbed-1."""
     mine = work(arm, model, held=held, batch=batch, accumulation=batches)
     return step_time(mine, machine(ONE), calibrations=PAPER.costs())
 
@@ -143,12 +149,12 @@ def parameters(series: str, model: str) -> int:
 
 
 def phase(step: StepTime, name: str) -> float:
-    """Seconds. What the GPU sends while the update runs is the update's."""
+    """Return the seconds of a phase; transfers from the GPU during the update count as the update's."""
     return next(each.seconds for each in step.phases if each.name == name)
 
 
 def iterations() -> Iterator[Row]:
-    """Figs. 7 to 9."""
+    """Yield Figs. 7 to 9."""
     ratios: dict[tuple[str, str], list[float]] = {}
     rates: dict[str, list[float]] = {series: [] for series in SERIES}
     took: dict[str, dict[str, float]] = {series: {} for series in SERIES}
@@ -173,7 +179,7 @@ def iterations() -> Iterator[Row]:
             yield shown("mlpoffload-fig08", "update_speedup", updates, "x", **at)
             ratios.setdefault((ending, "iteration"), []).append(iteration)
             ratios.setdefault((ending, "update"), []).append(updates)
-    for series, by_model in took.items():  # 52B after 40B and 120B after 100B are 4.2's exceptions
+    for series, by_model in took.items():  # 4.2 excepts 52B after 40B and 120B after 100B
         least = min(by_model[larger] / by_model[model] for model, larger in (("52B", "70B"), ("70B", "100B")))
         metric = "iteration_time of the next larger model, least of two"
         yield shown("mlpoffload-fig07", metric, least, "x", series=series)
@@ -190,7 +196,7 @@ def iterations() -> Iterator[Row]:
 
 
 def shares_of_io() -> Iterator[Row]:
-    """Fig. 3: the update's seconds with a drive at work, and AdamW's own; 20B stays in host memory."""
+    """Yield Fig. 3: the update's seconds with a drive at work, and AdamW's own; 20B stays in host memory."""
     exhibit, source = "mlpoffload-fig03", f"{SOURCE}: AdamW's seconds at the rate of host memory, over the update's"
     spec = PAPER.spec("20B")
     alone = Step(work("zero3", "20B", held=LEAST_HELD), machine(ONE), PAPER.costs()).adamw_s(spec.parameters)
@@ -213,10 +219,12 @@ def shares_of_io() -> Iterator[Row]:
 
 
 def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
-    """Section 1: iterations of 20B with the states on the GPUs, in host memory and on the NVMe; and the two rates of an
-    update that Fig. 8 names, since both are of states that stay where the update is."""
+    """Yield section 1's iterations of 20B with the states on the GPUs, in host memory and on the NVMe.
+
+    Also yields the two update rates that Fig. 8 names, which are for states that stay in the memory that is updated.
+    """
     spec, offloaded = PAPER.spec("20B"), step("zero3", "20B", LEAST_HELD)
-    resident = step("skip_gradients", "20B", LEAST_HELD)  # whose backward writes nothing
+    resident = step("skip_gradients", "20B", LEAST_HELD)  # its backward pass writes nothing
     passes = phase(resident, "forward") + phase(resident, "backward")
     source = "30 bytes per parameter, as in host memory, at the rate of four GPUs' memory"
     on_gpus = 30 * spec.parameters / (4e9 * PAPER.value("gpu_memory_gb_per_s"))
@@ -233,7 +241,7 @@ def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
 
 
 def raw_bandwidth() -> Iterator[Row]:
-    """Fig. 4: Table 1's rates shared by processes, each with one sub-group of 12 bytes per parameter."""
+    """Yield Fig. 4: Table 1's rates shared by processes, each with one sub-group of 12 bytes per parameter."""
     source = "Table 1's rate, shared alike; latency of a sub-group of 1.2 GB"
     for testbed in (ONE, TWO):
         for path in machine(testbed).described["paths"]:
@@ -249,8 +257,10 @@ def raw_bandwidth() -> Iterator[Row]:
 
 
 def by_sub_group() -> Iterator[Row]:
-    """Fig. 5: what one of the four ranks sees of the drive: its bytes over the time since its last transfer of that
-    kind ended."""
+    """Yield Fig. 5: the bandwidth that one of the four ranks sees.
+
+    It is the bytes of a transfer over the time since the rank's last transfer of that kind ended.
+    """
     exhibit, events = "mlpoffload-fig05", made(ZERO, "40B").simulated.events
     for way in ("read", "write"):
         mine = [e for e in events if e.resource == f"nvme.{way}" and e.name.startswith(f"{way} 0.")]
@@ -279,7 +289,8 @@ def line_and_part(event: Event) -> tuple[str, str] | None:
 
 
 def four_sub_groups() -> Iterator[Row]:
-    """Fig. 6: one step of four sub-groups of the 40B model's size; MLP-Offload finds two of them in host memory."""
+    """Yield Fig. 6: one step of four sub-groups of the 40B model's size; MLP-Offload finds two of
+    them in host memory."""
     exhibit = "mlpoffload-fig06"
     for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
         made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
@@ -291,7 +302,7 @@ def four_sub_groups() -> Iterator[Row]:
 
 
 def placement() -> Iterator[Row]:
-    """Fig. 10: percent of the states on each tier, by the authors' split, by Eq. 1 and by equal times."""
+    """Yield Fig. 10: percent of the states on each tier, by the authors' split, by Eq. 1 and by equal times."""
     exhibit, splits = "mlpoffload-fig10", {}
     for series, arm in ((OURS, "by_hand"), (f"{OURS}, Eq. 1", "as_published"), (f"{OURS}, balanced", "mlp_offload")):
         for model in MODELS:
@@ -311,7 +322,7 @@ def placement() -> Iterator[Row]:
 
 
 def sizes() -> Iterator[Row]:
-    """4.2 and 4.3: what ZeRO-3 swaps, and what it has in host memory beside its swap buffers."""
+    """Yield 4.2 and 4.3: the bytes that ZeRO-3 swaps, and its host memory besides the swap buffers."""
     exhibit, kinds = "mlpoffload-fig10", {ZERO: "", ZERO + ALONE: " as printed"}
     for series, ending in kinds.items():
         found = []
@@ -332,9 +343,9 @@ SCALED = {"40B": 1, "70B": 2, "100B": 3, "130B": 4, "280B": 8}
 
 
 def cluster(nodes: int, shared: bool) -> MachineSpec:
-    """Nodes as one: each has its drive; the four GPUs of a node share a model, so each has a quarter of the products.
+    """Return the nodes as one machine: each has its drive, and the four GPUs of a node share a model's products.
 
-    `shared`: Table 1's rates of Lustre are those of a node, else nothing comes over it.
+    With `shared`, each node has Table 1's rates of Lustre; otherwise Lustre is left out.
     """
     one = machine(TWO)
     paths = [
@@ -347,7 +358,7 @@ def cluster(nodes: int, shared: bool) -> MachineSpec:
 
 
 def weak_scaling() -> Iterator[Row]:
-    """Figs. 11 and 12: Testbed-2, four GPUs per node; sub-groups in host memory: the three of 4.1."""
+    """Yield Figs. 11 and 12: Testbed-2, four GPUs per node, with the three sub-groups of 4.1 in host memory."""
     kinds = {ZERO: ("zero3", True), OURS: ("as_published", True), f"{OURS}, PFS idle": ("exclusive", False)}
     seconds: dict[str, list[float]] = {series: [] for series in kinds}
     for model, nodes in SCALED.items():
@@ -366,7 +377,7 @@ def weak_scaling() -> Iterator[Row]:
 
 
 def accumulation() -> Iterator[Row]:
-    """Fig. 13: eight sequences per GPU, one to sixteen times before an update."""
+    """Yield Fig. 13: eight sequences per GPU, with one to sixteen micro-batches per update."""
     exhibit = "mlpoffload-fig13"
     for ending in ("", ALONE):
         gains = []
@@ -386,7 +397,7 @@ def accumulation() -> Iterator[Row]:
 
 
 def ablations() -> Iterator[Row]:
-    """Figs. 14 and 15. One process at a time is what the model has anyway: that part takes nothing away in it."""
+    """Yield Figs. 14 and 15. The model always has one process at a time, so that part changes nothing in it."""
     best: dict[tuple[str, str], float] = {}
     for exhibit, bars in BARS.items():
         for model in ("40B", "70B", "100B"):
@@ -405,7 +416,8 @@ def ablations() -> Iterator[Row]:
 
 
 def equation_1() -> Iterator[Row]:
-    """Eq. 1: sub-groups of a hundred on each path, beside what makes the paths' times equal."""
+    """Yield Eq. 1: how many of a hundred sub-groups are on each path, and how many would make the
+    paths' times equal."""
     exhibit = "mlpoffload-eq01"
     for testbed in (ONE, TWO):
         paths = machine(testbed).described["paths"]

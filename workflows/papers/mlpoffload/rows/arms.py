@@ -1,11 +1,11 @@
-"""What both lanes call the arms of Figs. 14 and 15, and which of them are compared.
+"""Names of the arms of Figs. 14 and 15 in both lanes, and which of them are compared.
 
-The bars of a figure add part to part. Those whose names end with "alone" have one part and none of the others, as
-"Enable Caching", the first that is added, has.
+The bars of a figure add one part after another. A bar whose name ends with "alone" has only that part; so does "Enable
+Caching", the first part that is added.
 """
 
 ZERO, OURS = "DeepSpeed ZeRO-3", "MLP-Offload"
-# Figure -> its bars: name, arm.
+# Figure -> its bars: name -> arm.
 BARS = {
     "mlpoffload-fig14": {
         ZERO: "zero3",

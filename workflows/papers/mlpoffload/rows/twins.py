@@ -1,8 +1,9 @@
-"""Figs. 3, 5, 7 to 10 and 13 to 15 measured: iterations of a time twin over paths of known rates, by one rank or more.
+"""Figs. 3, 5, 7 to 10 and 13 to 15 measured: iterations of a time twin over paths of known rates, on one or more ranks.
 
-The records are those of workflows.run.path_twin. Seconds are the twin's own. A record has what the simulator predicted
-for the same rates, where the machine's own rates are known. DeepSpeed is in every record. One with MLP-Offload gives
-what the exhibits say of the two; those of the same twin without it have more arms, which give their bars alone.
+The records are those of workflows.run.path_twin. Seconds are the twin's own. A record also has the simulator's
+prediction for the same rates if the machine's own rates are known. DeepSpeed is in every record. A record with
+MLP-Offload gives the exhibits' comparisons of the two; further records of the same twin without it have more arms, of
+which only the bars are used.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from workflows.records import measured_on
 
 ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
 FREE, IN_MEMORY = "free", "zero_offload"
-TOGETHER_S = 0.005  # ends that are closer are those of one sub-group, which DeepSpeed waits for as a whole
+TOGETHER_S = 0.005  # ends that are closer belong to one sub-group, for which DeepSpeed waits as a whole
 OF_TWIN = " of the twin"
-LARGEST_SPREAD = 0.1  # of a ratio, between the quartiles of its rounds
+LARGEST_SPREAD = 0.1  # spread of a ratio between the quartiles of its rounds, as a fraction
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
 
 
@@ -31,7 +32,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
             continue
         arms = _arms(record)
         seconds = {arm: median(step_seconds(point)) for arm, point in arms.items()}
-        where = measured_on({**record, "ranks": 1})  # of ranks the model says it, as a bar's name
+        where = measured_on({**record, "ranks": 1})  # the ranks are in the model's name, which is the bar's
         at, whole = {"model": twin_name(record), "testbed": where}, ARMS[OURS] in arms
         for exhibit, bars in BARS.items():
             for series, arm in bars.items():
@@ -73,7 +74,7 @@ class Original:
     rates: tuple[tuple[float, float], ...]
 
     def is_met_by(self, record: dict[str, Any]) -> bool:
-        """Whether the paths' rates and the share in host memory are the model's within 10 %."""
+        """Return whether the paths' rates and the share in host memory are within 10 % of the model's."""
         held, found = _held(record), [tuple(map(float, each.split("/"))) for each in record["rates"]]
         pairs = [
             (a / found[0][0], b / self.rates[0][0]) for mine, its in zip(found, self.rates) for a, b in zip(mine, its)
@@ -81,7 +82,8 @@ class Original:
         return len(found) == len(self.rates) and all(abs(a / b - 1) <= 0.1 for a, b in [*pairs, (held, self.held)])
 
     def refusal(self, record: dict[str, Any]) -> str:
-        """Why the record decides nothing of the model: the rest of its steps weighs otherwise. Empty where it does."""
+        """Return why the record says nothing about the model: its drive is busy for a different share. Empty if it
+        does."""
         zero = _arms(record)[ARMS[ZERO]]
         (read, written), *_ = (map(float, each.split("/")) for each in record["rates"])
         moved = zip(zero["bytes_read"], zero["bytes_written"], step_seconds(zero), strict=True)
@@ -94,8 +96,11 @@ class Original:
 
 
 def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -> Iterator[Row]:
-    """Figs. 7, 14 and 15 by twins of paths that reads and writes share, and of one rank: what its figures say of a
-    model, of the twin that meets it best. Medians of the ratios of each round."""
+    """Yield Figs. 7, 14 and 15 for each model from the twin that matches it best, as medians of the ratios of each
+    round.
+
+    The twins have one rank, and paths whose rate reads and writes share.
+    """
     found = [
         r for r in records if not r["duplex"] and r.get("ranks", 1) == 1 and {ARMS[ZERO], ARMS[OURS]} <= {*_arms(r)}
     ]
@@ -140,19 +145,19 @@ def _arms(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(record: dict[str, Any]) -> float:
-    """Share of the states that MLP-Offload's step leaves in host memory: what it does not write."""
+    """Return the share of the states that MLP-Offload's step leaves in host memory: those that it does not write."""
     return max(0.0, 1 - median(_arms(record)[ARMS[OURS]]["bytes_written"]) / (12 * record["twin"]["parameters"]))
 
 
 def twin_name(record: dict[str, Any]) -> str:
-    """What bars call a twin: its model, and its paths and ranks where they are not duplex paths and one rank."""
+    """Return a twin's name in bars: its model, and simplex paths or several ranks if it has them."""
     ranks = record.get("ranks", 1)
     words = ["simplex" * (not record["duplex"]), f"{ranks} ranks" * (ranks > 1)]
     return ", ".join([record["model"], *filter(None, words)])
 
 
 def _accumulated(record: dict[str, Any]) -> Iterator[Row]:
-    """Fig. 13: seconds by sequences before an update, and the least of the gains."""
+    """Yield Fig. 13: seconds by the micro-batches of an update, and the least of the gains."""
     at, gains = {"model": record["model"], "testbed": measured_on(record)}, []
     seconds = {(each["arm"], each["accumulation"]): median(step_seconds(each)) for each in record["points"]}
     for batches in sorted({number for _, number in seconds}):
@@ -174,7 +179,8 @@ def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -
 
 
 def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
-    """Percent of the states: what a step leaves unwritten stays in host memory, the rest as the paths' bytes divide."""
+    """Yield percentages of the states: the part that a step does not write is in host memory, the
+    paths share the rest."""
     host, held = _held(record), [path[0] for path in point["paths"][-1]]
     shares = [host, *((1 - host) * each / sum(held) for each in held)]
     for metric, share in zip(("host memory", "NVMe", "PFS"), shares, strict=True):
@@ -182,7 +188,7 @@ def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]
 
 
 def _taking_turns(record: dict[str, Any], arms: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
-    """Several ranks, one at a time on a path or as it comes: seconds without turns over those with, and fairness."""
+    """Yield the effect of several ranks taking turns on a path: seconds without turns over those with, and fairness."""
     pairs = {"one path": (arms["skip_gradients"], arms["exclusive"]), "all paths": (arms[FREE], arms[ARMS[OURS]])}
     for series, (free, exclusive) in pairs.items():
         cells = at | {"series": f"one rank at a time, {series}"}
@@ -194,7 +200,8 @@ def _taking_turns(record: dict[str, Any], arms: dict[str, Any], at: dict[str, st
 
 
 def fairness(updates: list[list[list[Any]]]) -> float:
-    """Seconds from an update's begin to a rank's last transfer, the least of the ranks over the most; the median."""
+    """Return the median over updates of the earliest rank's end over the latest rank's, from the
+    begin of the update."""
     shares = []
     for transfers in updates:
         ends = {rank: end for rank, _, _, end, _ in sorted(transfers, key=lambda each: each[3])}
@@ -203,7 +210,7 @@ def fairness(updates: list[list[list[Any]]]) -> float:
 
 
 def _shares_of_io(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
-    """Of DeepSpeed's update: the training thread's waits for the drive. In host memory it waits for none."""
+    """Yield the share of DeepSpeed's update in which the training thread waits for the drive; none in host memory."""
     share = 100 * median(host / whole for host, whole in zip(point["host_s"], point["optimizer_s"], strict=True))
     found = {"offloaded to the SSD": (at["model"], median(point["optimizer_s"]), share)}
     memory = next((each for each in record["points"] if each.get("system") == IN_MEMORY), None)
@@ -217,7 +224,7 @@ def _shares_of_io(record: dict[str, Any], point: dict[str, Any], at: dict[str, s
 
 
 def _by_sub_group(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
-    """Fig. 5: what one rank of the last update sees: bytes of what ends together, over the time since the last end."""
+    """Yield Fig. 5 for one rank's last update: bytes that end together, over the time since the end before."""
     for way in ("read", "write"):
         mine = [each for each in point["transfers"][-1] if each[:2] == [0, way]]
         last, number, together = min((begin for _, _, begin, _, _ in mine), default=0.0), 0, 0

@@ -1,7 +1,7 @@
-"""What the exhibits of SSDTrain compute: its schedule on its two GPUs, and the projections of III-D.
+"""The rows of SSDTrain's exhibits: its schedule on its two GPUs, and the projections of III-D.
 
-The two GPUs share each block (tensor parallelism; norms' inputs and masks each holds whole), so one rank of twice the
-rates stands for both: seconds are those of the pair, bytes and operations are divided by two for one GPU. What is
+The two GPUs share each block (tensor parallelism; each has the inputs and masks of norms completely), so one rank of
+twice the rates represents both: seconds are those of the pair, bytes and operations are halved for one GPU. A number
 printed in GB or TB has a row in that unit, and one in GiB or TiB, which may be meant (erratum S4).
 """
 
@@ -67,7 +67,10 @@ def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def pair(write_gb_per_s: float | None = None) -> MachineSpec:
-    """Both GPUs as one of twice the rates; `write_gb_per_s` of each GPU's array in place of the data sheets'."""
+    """Return both GPUs as one with twice the rates.
+
+    `write_gb_per_s` is the write rate of each GPU's array in place of that of the data sheets.
+    """
     one = machine(TESTBED)
     write = one.ssd_write_bytes_per_s if write_gb_per_s is None else 1e9 * write_gb_per_s
     names = ("gpu_flops_per_s", "pcie_bytes_per_s", "ssd_read_bytes_per_s")
@@ -92,7 +95,7 @@ def step(series: str, model: str, batch: int = BATCH) -> StepTime:
 
 
 def peak(series: str, model: str, batch: int = BATCH) -> float:
-    """GiB of one GPU."""
+    """Return the activation peak of one GPU in GiB."""
     return step(series, model, batch).simulated.peak(SAVED) / GPUS / GIB
 
 
@@ -102,7 +105,7 @@ def update_s(model: str) -> float:
 
 
 def with_and_without() -> Iterator[Row]:
-    """Fig. 6."""
+    """Yield Fig. 6."""
     exhibit, base = "ssdtrain-fig06", "No offloading"
     percents: dict[str, list[float]] = {}
     for model in CASES:
@@ -126,7 +129,7 @@ BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
 
 
 def rok(exhibit: str, model: str) -> Iterator[Row]:
-    """Fig. 7: peak and throughput of each strategy by batch; operations are counted without recomputation."""
+    """Yield Fig. 7: peak and throughput of each strategy by batch; operations are counted without recomputation."""
     spec, source = PAPER.spec(model), f"{SIMULATED}, and the weight update"
     for series in ARMS:
         for batch in BATCHES:
@@ -150,7 +153,7 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
 
 
 def by_sequence() -> Iterator[Row]:
-    """Fig. 8a: seconds a sequence without offloading. Only the update is shared by the sequences of a batch."""
+    """Yield Fig. 8a: seconds per sequence without offloading. The sequences of a batch share only the update."""
     model, exhibit = "H12288 L3", "ssdtrain-fig08a"
     parts = {
         b: {"forward and backward": step("No offloading", model, b).seconds, "weights update": update_s(model)}
@@ -167,13 +170,14 @@ def by_sequence() -> Iterator[Row]:
     share = 100 * less["weights update"] / sum(less.values())
     cells = {"series": "No offloading", "model": f"batch {BATCHES[-1]}"}
     yield shown(exhibit, "share of the gain that is the update's", share, "%", SIMULATED, **cells)
-    batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples per rank, four a micro-batch
+    batches, stages = 32 / 4, PAPER.value("bloom_pipeline_stages")  # 32 samples per rank, four per micro-batch
     bubble, source = 100 * (stages - 1) / (batches + stages - 1), "stages - 1 of as many turns and the micro-batches"
     yield shown(exhibit, "ideal pipeline bubble", bubble, "%", source, series="BLOOM", model="micro-batch of 4")
 
 
 def exponent() -> Iterator[Row]:
-    """II-B: activations are N / h times the tokens of a batch, where N and the tokens are C^(1/2), and h is N^(1/3)."""
+    """Yield II-B's exponent of C: activations are N / h times a batch's tokens, N and the tokens are C^(1/2), h is
+    N^(1/3)."""
     parameters = tokens = Fraction(1, 2)
     value = float(parameters * (1 - Fraction(1, 3)) + tokens)
     source = "N / h * tokens, with the powers of C of section II-B"
@@ -184,7 +188,7 @@ SOURCE = "memascend.planner.endurance, as the authors' fork of llm-analysis (444
 
 
 def projected() -> Iterator[Row]:
-    """Fig. 5, and the ends that the text gives."""
+    """Yield Fig. 5, and the ranges that the text gives."""
     exhibit, found = "ssdtrain-fig05", []
     for case, made, years in fig_5():
         model, x = f"{case.framework} {case.size} ({case.gpus})", ("GPUs", case.gpus)
@@ -208,7 +212,7 @@ def projected() -> Iterator[Row]:
     yield shown(exhibit, "max (TiB)", most * 1e12 / 2**40, "TiB", source, **cells)
     rate = max(each["write bandwidth"] for each in found) * 1e9 / GIB
     yield shown(exhibit, "write_bandwidth_max (GiB)", rate, "GiB/s", source, series="all cases")
-    # Four series of three systems: each case beside the next larger system, and 175B beside 530B.
+    # Four series of three systems: each case is compared with the next larger system, and 175B with 530B.
     pairs = [(number, number + 1) for number in range(11) if number % 3 != 2]
     pairs += [(number, number + 3) for number in (0, 1, 2, 6, 7, 8)]
     for metric, end in (("write bandwidth", max), ("lifespan", min)):
@@ -218,7 +222,7 @@ def projected() -> Iterator[Row]:
 
 
 def scaled_up() -> Iterator[Row]:
-    """Fig. 8b: bandwidth of a GPU, tensor x pipeline GPUs, fewer than 100."""
+    """Yield Fig. 8b: write bandwidth per GPU for tensor x pipeline GPUs, fewer than 100."""
     exhibit, worst = "ssdtrain-fig08b", 0.0
     for model, key in CASES.items():
         base = scaled(*key).write_bytes_per_s
@@ -246,7 +250,7 @@ def table_3() -> Iterator[Row]:
 
 
 def todays_tools() -> Iterator[Row]:
-    """Table I's features of what there is today, each tool's from its own pages."""
+    """Yield Table I's features for current tools, each from the tool's own pages."""
     for series, said in registry.read(registry.file_of("ssdtrain", "tools.yaml")).items():
         for feature, words in said.items():
             if feature != "source":
@@ -258,7 +262,7 @@ LINES = {"gpu0": "GPU", "ssd.write": "store", "ssd.read": "load"}
 
 
 def two_micro_batches() -> Iterator[Row]:
-    """Fig. 2: both forward passes, then both backward passes in reverse; only the end of the second is kept."""
+    """Yield Fig. 2: both forward passes, then both backward passes in reverse; only the end of the second is kept."""
     made = Step(work("SSDTrain", "H12288 L3", 8), pair(), PAPER.costs())
     plans = [[replace(r, forwarded=False) for r in regions_of(made, [OFFLOAD] * 2 + [end])] for end in (OFFLOAD, KEEP)]
     done = ""

@@ -1,7 +1,7 @@
 """Figs. 6, 7, 8a and Table III measured: twins of the paper's models, from records of `memascend bench activations`.
 
-Peaks are what a step takes beyond what was resident before it. A twin's bytes times k^2 are the original's, where the
-context is divided by k as well; of one of its two GPUs, half of them. Seconds and throughput stay the twin's own.
+A peak is the memory of a step in excess of what was resident before it. A twin's bytes times k^2 are the original's,
+whose context is divided by k as well; for one of its two GPUs they are halved. Seconds and throughput are the twin's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASE, SENT = SERIES["keep"], SERIES["ssd"]
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
-    less: dict[str, dict[str, float]] = {}  # host, record
+    less: dict[str, dict[str, float]] = {}  # host -> record -> reduction in percent
     for record in records:
         model = record["points_requested"]["model"]
         by_size = sorted(record["points"], key=lambda point: point["batch"])
@@ -53,7 +53,7 @@ def _shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit
 
 
 def _peak(record: dict[str, Any], point: dict[str, Any]) -> float:
-    """GiB of one GPU at the original's size."""
+    """Return GiB of one GPU at the original's size."""
     return median(point["peak_bytes"]) * record["options"]["twin"] ** 2 / GPUS / GIB
 
 
@@ -63,7 +63,7 @@ def _reduction(points: dict[Any, Any]) -> float:
 
 
 def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) -> float:
-    """Seconds over another's, round by round."""
+    """Return the seconds of a series over those of another, round by round."""
     return ratio_by_rounds(points[batch, series]["seconds"], points[batch, other]["seconds"])
 
 
@@ -109,7 +109,7 @@ def _rok(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator
 
 
 def _fits(points: dict[Any, Any], batch: int) -> bool:
-    """Whether offloading takes no more at this batch than keeping does at 8."""
+    """Return whether offloading at this batch has a peak no larger than keeping at batch 8."""
     kept = points.get((8, BASE))
     return kept is not None and median(points[batch, SENT]["peak_bytes"]) <= median(kept["peak_bytes"])
 
