@@ -1,8 +1,8 @@
-"""The random numbers of stochastic rounding, from the papers: independent of the code under test."""
+"""Random numbers of stochastic rounding, computed as the papers describe them, independently of the code under test."""
 
 
 def times(a: int, b: int) -> int:
-    """Product in GF(2^8) by x^8 + x^4 + x^3 + x + 1 (FIPS 197, 4.2)."""
+    """Return the product in GF(2^8) modulo x^8 + x^4 + x^3 + x + 1 (FIPS 197, 4.2)."""
     out = 0
     while b:
         out ^= a * (b & 1)
@@ -11,7 +11,7 @@ def times(a: int, b: int) -> int:
 
 
 def s_box(value: int) -> int:
-    """FIPS 197, 5.1.1: the inverse, then the affine map."""
+    """Return the S-box value: the multiplicative inverse, then the affine map (FIPS 197, 5.1.1)."""
     inverse = next((i for i in range(256) if times(value, i) == 1), 0)
     turned = [inverse << n | inverse >> (8 - n) for n in range(5)]
     return (turned[0] ^ turned[1] ^ turned[2] ^ turned[3] ^ turned[4] ^ 0x63) & 0xFF
@@ -21,9 +21,9 @@ S_BOX = [s_box(value) for value in range(256)]
 
 
 def ars5(counter: tuple[int, int], key: tuple[int, int]) -> tuple[list[int], list[int]]:
-    """ARS-5 as Salmon et al. (SC'11) and FIPS 197 describe it.
+    """Run ARS-5 as Salmon et al. (SC'11) and FIPS 197 describe it.
 
-    The block, and the block after one more full round, as eight 16-bit numbers each.
+    Returns the block, and the block after one more full round, as eight 16-bit numbers each.
     """
     mask = 2**64 - 1
     keys = [
@@ -50,7 +50,7 @@ def ars5(counter: tuple[int, int], key: tuple[int, int]) -> tuple[list[int], lis
 
 
 def words(element: int, step: int, seed: int) -> tuple[int, int, int]:
-    """The 16-bit words of an element's parameter, momentum and variance."""
+    """Return the 16-bit random words of an element's parameter, momentum and variance."""
     block, further = ars5((element // 8, step), (seed, 0))
     low, high = block[element % 8], further[element % 8]
     return low, low ^ high, high

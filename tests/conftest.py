@@ -1,4 +1,4 @@
-"""What a machine must have for a marked test; without it the test is skipped, and says why."""
+"""What a machine must have for a marked test; without it the test is skipped with the reason."""
 
 import gc
 import importlib.util
@@ -13,22 +13,23 @@ import pytest
 
 from tests.numa_vm import in_guest
 
-# A shell's background job ignores Ctrl-C, and so would the programs that tests interrupt.
+# A background job of a shell ignores Ctrl-C, and so would the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test downloads anything: configurations are committed, weights are initialised, text is the standard library.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Otherwise DeepSpeed's Muon, imported for its list of optimizers, loads torch's compiler: seconds in each process.
+# Otherwise DeepSpeed's Muon, imported for its list of optimizers, loads
+# torch's compiler, which takes seconds per process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# Several processes of tests share the cores: with torch's threads in each of them, tensors of a few numbers waited for
-# threads more than they were computed, and the suite took twice as long. Tests that are about threads ask for them.
+# Several test processes share the cores. With torch's threads in each of them, small tensors spent more time waiting
+# for threads than computing, and the suite took twice as long. Tests that are about threads ask for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of those tests' threads: no spinning between products
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # for tests that use threads: they do not spin between products
 
-# With several processes (make test; pytest -n 2) a file stays in one of them, and so do files that share trainings, or
-# rows that take long to compute.
+# With several processes (make test; pytest -n 2) all tests of a file run in one of them, and so do files that share
+# trainings or results that take long to compute.
 STAYS_WITH = {
     "tests/faults/test_train_kill.py": "tests/integration/test_train.py",
     "tests/integration/test_first_step.py": "tests/integration/test_memory_is_accounted.py",
@@ -37,7 +38,7 @@ STAYS_WITH = {
     "tests/workflow/test_derive.py": "tests/workflow/test_plots.py",
     "tests/workflow/test_report_in_a_browser.py": "tests/workflow/test_report.py",
 }
-# First what takes longest, so that no process is left with it at the end.
+# The longest run first, so that no process is left with one of them at the end.
 LONGEST = ("tests/integration/", "tests/faults/", "tests/workflow/")
 
 GUEST = pytest.StashKey[in_guest.Guest]()
@@ -73,20 +74,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def gpu_missing() -> str | None:
-    """Why tests marked gpu cannot run here, or None."""
+    """Return why tests marked gpu cannot run here, or None."""
     import torch
 
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
 def several_numa_nodes() -> bool:
-    """Whether tests marked numa_vm can run in this process: otherwise they need the emulated guest. In the guest they
-    can: one with CXL cards has one node until they are brought up."""
+    """Return whether tests marked numa_vm can run in this process; otherwise they need the emulated guest.
+
+    In the guest they always can: one with CXL cards has a single node until the cards are brought up.
+    """
     return in_guest.REPORTS in os.environ or len(list(NUMA_NODES.glob("node[0-9]*"))) > 1
 
 
 def deepspeed_missing() -> str | None:
-    """Why tests marked deepspeed cannot run here, or None."""
+    """Return why tests marked deepspeed cannot run here, or None."""
     found = importlib.util.find_spec("deepspeed")
     return None if found else "DeepSpeed is not installed (make setup)"
 
@@ -112,8 +115,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What stays until the end, thousands of tests and their modules, is looked at by no later collection of garbage:
-    each took half a second, and there are many, since tests of what frees memory ask for one."""
+    """Exclude what stays until the end, thousands of tests and their modules, from later garbage collections.
+
+    Each took half a second, and they are many, since tests that check for freed memory run one.
+    """
     gc.collect()
     gc.freeze()
 
@@ -122,7 +127,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtestloop(session: pytest.Session) -> None:
     guest = session.config.stash.get(GUEST, None)
     if guest is not None and not session.config.option.collectonly:
-        guest.run()  # here, since a test's own time limit is not the guest's
+        guest.run()  # here, because the time limit of a test does not apply to the guest
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,7 +141,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def linear_layers_compute_as_before() -> Iterator[None]:
-    """A test may leave a training open, whose products in fp32 would be those of every later test in the process."""
+    """Restore the linear layers: a test may leave a training open, whose
+    fp32 products would be those of all later tests."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch.nn.functional.linear, "__module__", "") == "memascend.ops.half_linear":

@@ -1,4 +1,4 @@
-"""A loop that is killed again and again, and begun anew each time: what it went on from, and what it reaches."""
+"""A training loop that is killed and restarted again and again: the steps that it resumed from, and what it reaches."""
 
 import random
 import subprocess
@@ -17,7 +17,8 @@ engine.close()
 
 
 class CrashLoop:
-    """A program that says `ready` and what it goes on from, then a line a step, then `digest` and what it reached."""
+    """A program that prints `ready` and what it resumed from, then a line
+    per step, then `digest` and the digest it reached."""
 
     def __init__(self, code: str, folder: Path, steps: int) -> None:
         self._command = [sys.executable, "-c", code + DIGEST, str(folder), str(steps)]
@@ -28,14 +29,17 @@ class CrashLoop:
         return process, process.stdout.readline().split()[1:]
 
     def digest(self) -> str:
-        """That it reaches from where it is."""
+        """Run the program to its end and return the digest that it reaches."""
         process, _ = self._started()
         found = process.communicate()[0].partition("digest")[2].strip()
         assert found
         return found
 
     def killed(self, times: int, most_steps: int) -> Sequence[list[str]]:
-        """What it went on from each time; after up to so many steps it is killed somewhere in the next."""
+        """Kill the program `times` times, each after up to `most_steps` steps at a random instant of the next.
+
+        Returns what it resumed from each time.
+        """
         order, found, in_a_step = random.Random(0), [], 0.1
         while len(found) < times:
             process, ready = self._started()

@@ -1,10 +1,10 @@
 """Programs of the tests, each in a fork of one process that has imported torch, DeepSpeed and transformers.
 
-Their import takes as long as many a training of the tests. ``run`` and ``Popen`` take the commands and arguments that
-those of subprocess take: ``python [-W ignore] SCRIPT ...``, ``-c CODE`` or ``-m MODULE``. What a test says about a
-process itself (its start, its options, what the C library reads when it starts, an end without ``os._exit``) it says of
-a process that subprocess made. The server is started with the tests (conftest.py), imports at the first request, and
-serves all of pytest's processes; without it subprocess starts the programs.
+Their import takes as long as many of the tests' trainings. ``run`` and ``Popen`` take commands and arguments as those
+of subprocess do: ``python [-W ignore] SCRIPT ...``, ``-c CODE`` or ``-m MODULE``. Tests about a process itself (its
+start, its options, what the C library reads when it starts, an end without ``os._exit``) must use subprocess. The
+server is started with the tests (conftest.py), does the imports at the first request, and serves all pytest processes;
+without it the programs are started by subprocess.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ROOT = Path(__file__).resolve().parents[1]
 _PROGRESS = "MEMASCEND_PROGRESS_FD"  # a descriptor that `memascend train` hands to its first rank
 
 
-# -- who asks ----------------------------------------------------------------------------------------------------------
+# -- the client --------------------------------------------------------------------------------------------------------
 
 
 class Forked:
-    """What a Popen is to a started program: ``pid``, ``returncode``, ``poll``, ``wait``, signals."""
+    """What Popen is for a started program: ``pid``, ``returncode``, ``poll``, ``wait``, signals."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path | str | None, env: Mapping[str, str], stdout: int, stderr: int
@@ -82,7 +82,7 @@ def Popen(
     env: Mapping[str, str] | None = None,
     **others: Any,
 ) -> Forked | subprocess.Popen[Any]:
-    """A program whose output goes to files. ``stdin``, a session of its own: those of every forked program."""
+    """Start a program whose output goes to files; its ``stdin`` and session are those of every forked program."""
     if ADDRESS not in os.environ or command[0] != sys.executable:
         return subprocess.Popen(command, cwd=cwd, env=env, stdout=stdout, stderr=stderr, **others)
     errors = stdout if stderr == subprocess.STDOUT else stderr
@@ -96,7 +96,8 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """The ended program and what it has written; after ``timeout`` seconds it is killed: TimeoutExpired."""
+    """Run a program to its end and return it with its output; after
+    ``timeout`` seconds it is killed: TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         program = Popen(command, cwd=cwd, env=env, stdout=out, stderr=errors)
         try:
@@ -116,7 +117,7 @@ def _run(command: Sequence[str], *, check: bool = False, **others: Any) -> subpr
     return done
 
 
-# In the place of the module subprocess, where a program is to fork what it starts.
+# Replaces the module subprocess in a program that is to fork what it starts.
 FORKING = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen, "run": _run})
 
 
@@ -125,13 +126,14 @@ FORKING = types.SimpleNamespace(**vars(subprocess) | {"Popen": Popen, "run": _ru
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """A server, and its address for this process and those that it starts."""
-    folder = tempfile.mkdtemp(prefix="memascend-tests-")  # a TemporaryDirectory would go with the first fork that exits
+    """Start a server, and make its address known to this process and those that it starts."""
+    # a TemporaryDirectory would be removed by the first fork that exits
+    folder = tempfile.mkdtemp(prefix="memascend-tests-")
     try:
         address = Path(folder) / "socket"
         settings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))}
         settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        settings |= children.settings("memory")  # a run that is measured is forked too
+        settings |= children.settings("memory")  # a run whose memory is measured is forked too
         command = [sys.executable, "-m", "tests.forked", str(address)]
         with subprocess.Popen(command, cwd=ROOT, env=settings, stdin=subprocess.DEVNULL) as server:
             while not address.exists():
@@ -152,7 +154,7 @@ IMPORTED = (
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
-)  # nothing of memascend but what torch loads: programs see it enabled by themselves, or not at all
+)  # nothing of memascend except what torch loads: programs enable it themselves, or not at all
 
 
 def import_what_takes_long() -> None:
@@ -167,14 +169,14 @@ def import_what_takes_long() -> None:
 
 
 def serve_program(request: dict[str, Any]) -> None:
-    """In a fork: become the program that was asked for. Leaves the process."""
+    """Become the requested program in a fork; does not return."""
     descriptors, wanted = request["descriptors"], request["environment"]
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(descriptors[name], number)
         os.close(descriptors[name])
     if _PROGRESS in descriptors:
         wanted[_PROGRESS] = str(descriptors[_PROGRESS])
-    wanted.pop("MEMASCEND_PARENT_PID", None)  # the server is the parent, and kills for who has asked
+    wanted.pop("MEMASCEND_PARENT_PID", None)  # the server is the parent, and kills on behalf of the client
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     os.environ.update(wanted)
@@ -221,7 +223,7 @@ def _become(words: list[str]) -> None:
 
 
 def _fork_ranks() -> None:
-    """`memascend train` starts its preparation and its ranks here, too."""
+    """Let `memascend train` fork its preparation and its ranks from this server, too."""
     from memascend.training import children, preparation
 
     children.subprocess = preparation.subprocess = FORKING

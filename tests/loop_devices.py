@@ -1,4 +1,5 @@
-"""Raw devices and small file systems for tests: loop devices on files. Skipped where there can be none."""
+"""Raw devices and small file systems for tests: loop devices on files.
+Tests are skipped where these are unavailable."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from memascend.storage.native import _C
 
 
 def store(folder: Path, size_bytes: int = 64 << 20) -> str:
-    """A file with an empty store of the owner `tests`."""
+    """Make a file with an empty store of the owner `tests`."""
     path = folder / "store"
     with path.open("wb") as file:
         file.truncate(size_bytes)
@@ -25,7 +26,7 @@ def store(folder: Path, size_bytes: int = 64 << 20) -> str:
 
 @contextlib.contextmanager
 def small_file_system(folder: Path, size_bytes: int = 32 << 20) -> Iterator[Path]:
-    """An ext4 file system of its own on a loop device, mounted in the new `folder`."""
+    """Mount an ext4 file system on a loop device in the new `folder`."""
     if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
         pytest.skip("a file system on a loop device needs root and mkfs.ext4")
     image = folder.with_name(f"{folder.name}.img")
@@ -45,7 +46,7 @@ def small_file_system(folder: Path, size_bytes: int = 32 << 20) -> Iterator[Path
 
 @contextlib.contextmanager
 def frozen(folder: Path) -> Iterator[None]:
-    """Whatever writes to the file system mounted in `folder` waits meanwhile, and does not heed SIGKILL."""
+    """Freeze the file system mounted in `folder`: a process that writes to it then waits, and ignores SIGKILL."""
     made = subprocess.run(["fsfreeze", "--freeze", str(folder)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
         pytest.skip(f"the file system cannot be frozen: {made.stderr.strip()}")
@@ -57,7 +58,7 @@ def frozen(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loop_device(folder: Path, size_bytes: int = 64 << 20) -> Iterator[str]:
-    """With an empty store on it."""
+    """Yield a loop device with an empty store on it."""
     if os.geteuid() != 0 or not shutil.which("losetup"):
         pytest.skip("a loop device needs root and losetup")
     path = store(folder, size_bytes)

@@ -1,4 +1,4 @@
-"""The loop that tests write: over a model in memory and a streamed one alike."""
+"""The training loop that tests run over a model in memory and over a streamed one alike."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -8,7 +8,7 @@ import torch
 def train(
     loss_of: Callable[[int], torch.Tensor], optimizer: torch.optim.Optimizer, steps: Iterable[int]
 ) -> list[float]:
-    """The loss of each step, which `loss_of` computes by its number."""
+    """Return the loss of each step, which `loss_of` computes from its number."""
     losses = []
     for step in steps:
         loss = loss_of(step)
@@ -20,7 +20,7 @@ def train(
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same tensors by name, to the last bit."""
+    """Check that both have the same tensors by name, to the last bit."""
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert torch.equal(found[name], values), name

@@ -1,4 +1,4 @@
-"""The modelled lane of each paper, computed once in a process of tests: it takes some six seconds per paper."""
+"""The modelled lane of each paper, computed once in a test process: it takes about six seconds per paper."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workflows.papers.memascend.rows import data_flow, memory
 
 @functools.cache
 def swept_and_timed() -> tuple[dict[str, Any], ...]:
-    """Of MemAscend's, those of its sweeps and times."""
+    """Return MemAscend's modelled rows of its sweeps and times."""
     return (*memascend.sweeps.planned(), *memascend.times.rows())
 
 
 @functools.cache
 def modelled(paper: str) -> tuple[dict[str, Any], ...]:
-    """The rows of a paper; none where nothing is computed yet."""
+    """Return the modelled rows of a paper; none if nothing is computed yet."""
     if paper == "memascend":
         return (*memory.planned(), *swept_and_timed(), *data_flow.rows())
     module = rows_of(paper)

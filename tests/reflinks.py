@@ -1,4 +1,4 @@
-"""A small file system with reflinks for tests, which are skipped where there can be none."""
+"""A small file system with reflinks for tests, which are skipped where it is unavailable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-_IMAGE_BYTES = 512 << 20  # sparse; XFS wants 300 MiB
+_IMAGE_BYTES = 512 << 20  # sparse; XFS needs 300 MiB
 _MAKE = {"xfs": ("mkfs.xfs", "-q", "-m", "reflink=1"), "btrfs": ("mkfs.btrfs", "-q")}
 KINDS = tuple(_MAKE)
 
 
 @contextlib.contextmanager
 def file_system_with_reflinks(folder: Path, kind: str) -> Iterator[Path]:
-    """One of KINDS on a loop device, mounted in a new folder in `folder`."""
+    """Mount a file system of one of KINDS on a loop device, in a new folder in `folder`."""
     make = _MAKE[kind]
     if not shutil.which(make[0]) or os.geteuid() != 0:
         pytest.skip(f"a file system with reflinks needs root and {make[0]}, which make setup installs as root")

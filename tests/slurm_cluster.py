@@ -1,10 +1,10 @@
-"""A Slurm of several nodes on this machine, for tests: Debian's own munged, slurmctld and slurmd, in a temporary
-folder, on ports of their own. Nothing of an installed Slurm is read or touched.
+"""A Slurm cluster of several nodes on this machine, for tests: Debian's own munged, slurmctld and slurmd.
 
-A node is one slurmd under a name of its own (`slurmd -N`), as Debian's package allows. There is no accounting database:
-what has run stays in squeue's list. Needs root, as a slurmd that starts jobs for others does.
+Everything is in a temporary folder and on free ports; nothing of an installed Slurm is read or changed. A node is one
+slurmd with its own name (`slurmd -N`), as Debian's package allows. There is no accounting database: finished jobs stay
+in squeue's list. Needs root, as a slurmd that starts jobs for other users does.
 
-By hand, until Ctrl-C: python -m tests.slurm_cluster
+Manually, until Ctrl-C: python -m tests.slurm_cluster
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=60 OverSubscribe=NO State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no such Slurm here, or None."""
+    """Return why such a cluster cannot run here, or None."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if lacking:
         return f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client munge"
@@ -73,7 +73,8 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """``comment``: Snakemake's, with rule and wildcards. ``began`` and ``ended`` are whole seconds; NaN until then."""
+    """A job. ``comment`` is Snakemake's, with rule and wildcards. ``began``
+    and ``ended`` are whole seconds, NaN until then."""
 
     job: int
     node: str
@@ -84,7 +85,7 @@ class Job:
 
 
 class Cluster:
-    """``environment`` is what programs of Slurm need to find it."""
+    """A running cluster. ``environment`` is what programs of Slurm need to find it."""
 
     def __init__(self, folder: Path, cores: int, memory_mib: int) -> None:
         self.folder, self.cores, self.memory_mib = folder, cores, memory_mib
@@ -93,7 +94,7 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Raises RuntimeError with the logs' last lines where it does not come up."""
+        """Start the daemons. Raises RuntimeError with the logs' last lines if the cluster does not come up."""
         ports = _free_ports(1 + len(NODES))
         host = socket.gethostname().partition(".")[0]
         has = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={self.cores} Boards=1 SocketsPerBoard=1"
@@ -101,7 +102,7 @@ class Cluster:
         nodes = "\n".join(f"NodeName={name} {has} Port={port}" for name, port in zip(NODES, ports[1:]))
         words = {"folder": self.folder, "host": host, "controller": ports[0], "nodes": nodes}
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**words))
-        # Snakemake's step of a job starts srun without SLURM_CONF, as on a cluster whose configuration is in /etc.
+        # Snakemake's job steps start srun without SLURM_CONF, as on a cluster whose configuration is in /etc.
         srun = self.folder / "bin" / "srun"
         srun.parent.mkdir()
         srun.write_text(f'#!/bin/sh\nSLURM_CONF={self.folder}/slurm.conf exec {shutil.which("srun")} "$@"\n')
@@ -141,7 +142,7 @@ class Cluster:
             time.sleep(0.2)
 
     def call(self, *command: str) -> str:
-        """What a program of Slurm prints; an empty string where it fails."""
+        """Return what a program of Slurm prints; an empty string if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         return done.stdout if done.returncode == 0 else ""
 
@@ -149,13 +150,13 @@ class Cluster:
         return self.call("sinfo", "-h", "-N", "-n", node, "-o", "%t").strip()
 
     def jobs(self) -> list[Job]:
-        """All that were ever submitted."""
+        """Return all jobs that were ever submitted."""
         lines = self.call("squeue", "-h", "-t", "all", "-o", "%A|%N|%T|%S|%e|%k").splitlines()
         words = sorted((line.split("|", 5) for line in lines), key=lambda line: int(line[0]))
         return [Job(int(w[0]), w[1], w[2], _seconds(w[3]), _seconds(w[4]), w[5]) for w in words]
 
     def lose(self, node: str) -> None:
-        """As if its power had gone: its daemon and whatever it runs are killed, then the controller is told."""
+        """Lose a node as if its power had failed: its daemon and processes are killed, then the controller is told."""
         jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         daemon = self._daemons.pop(node)
         daemon.kill()
@@ -164,11 +165,12 @@ class Cluster:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def _kill(self, jobs: list[str]) -> None:
-        """Every process of these jobs, by its environment, and the daemons of their steps, by their names."""
+        """Kill every process of these jobs, found by its environment, and the
+        daemons of their steps, found by their names."""
         wanted = [f"SLURM_JOB_ID={job}".encode() for job in jobs]
         steps = tuple(f"slurmstepd: [{job}.".encode() for job in jobs)
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 words = path.read_bytes().split(b"\0")
                 is_ours = f"SLURM_CONF={self.folder}/slurm.conf".encode() in words
                 is_step = path.with_name("cmdline").read_bytes().startswith(steps)
@@ -191,7 +193,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm(cores: int = 2, memory_mib: int = 8000) -> Iterator[Cluster]:
-    """Nodes of so many cores and MiB each, whatever this machine has. Everything ends with the block."""
+    """Run a cluster whose nodes have so many cores and MiB, whatever this machine has. It ends with the block."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as name:
         cluster = Cluster(Path(name), cores, memory_mib)
         Path(name).chmod(0o755)

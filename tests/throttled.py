@@ -1,4 +1,4 @@
-"""Throttled paths for tests, which are skipped where there can be none."""
+"""Throttled paths for tests, which are skipped where paths cannot be throttled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests import forked
 
 @contextlib.contextmanager
 def throttled_paths(folder: Path, rates: Sequence[int]) -> Iterator[list[ThrottledPath]]:
-    """Programs are processes of their own meanwhile: forks of the tests' server would not be held to the rates."""
+    """Throttle paths to `rates`.
+
+    Programs are started by subprocess meanwhile, since forks of the tests' server would not be limited to the rates.
+    """
     with contextlib.ExitStack() as stack:
         try:
             paths = stack.enter_context(throttled.throttled_paths(folder, rates))

@@ -1,4 +1,4 @@
-"""A tier over paths with faults of their own, for the tests of what becomes of its tensors."""
+"""A tier over paths with separate faults, for the tests of what happens to its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from memascend.storage.multi_path import MultiPathTier, StoragePath
 from memascend.storage.tier import Transferred
 
 MAX_S = 60
-HANG_S, HANGS_US = 2, 5_000_000  # a busy machine's healthy disk keeps a transfer for half a second
+# HANG_S is longer than a transfer of a healthy disk on a busy machine, which may take half a second
+HANG_S, HANGS_US = 2, 5_000_000
 NUMEL = 20_000
 
 
@@ -25,7 +26,7 @@ def group_of(key: str) -> str:
 
 
 class Paths:
-    """A tier over paths `a`, `b` …, each with faults of its own."""
+    """A tier over paths `a`, `b` …, each with a separate fault layer."""
 
     def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
         self.folder = folder
@@ -64,7 +65,8 @@ def tensor(value: float) -> torch.Tensor:
 
 
 class Told:
-    """A tier that says that it moved its bytes at `rate`, whatever they took: a busy machine changes no placement."""
+    """A tier that reports that it moved its bytes at `rate`, however long they
+    took, so that a busy machine changes no placement."""
 
     def __init__(self, tier, rate: float) -> None:
         self._tier, self.rate = tier, rate
@@ -83,7 +85,7 @@ class Told:
 
 @contextlib.contextmanager
 def made_in(folder: Path) -> Iterator[Callable[..., Paths]]:
-    """A maker of `Paths`; they are closed at the end, and what hung there has ended."""
+    """Yield a maker of `Paths`. They are closed at the end, when transfers that hung have ended."""
     with contextlib.ExitStack() as stack:
 
         def make(names: str = "ab", **options) -> Paths:

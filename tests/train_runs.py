@@ -1,4 +1,4 @@
-"""Runs of `memascend train` on a twin that trains a step in under a second, for the tests that look at them."""
+"""Runs of `memascend train` on a twin whose steps take less than a second, for the tests that examine them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests import forked
 
 STEPS = 8
-# 16 layers, 2 M parameters: small enough to wait for, deep enough for the buffer pool to be used over and over.
+# 16 layers, 2 M parameters: small enough to wait for, deep enough for the buffer pool to be reused many times.
 MODEL = ["--model", "llama3.2-1b", "--twin", "32"]
 WORK = ["--context", "32", "--steps", str(STEPS), "--accumulate", "2", "--save-every", "2", "--keep", "3"]
 EVAL = ["--eval-every", "4", "--eval-sequences", "2", "--eval-share", "0.1"]
@@ -23,7 +23,7 @@ _FINISHED: dict[tuple[str, ...], Path] = {}
 
 
 def text_folder(parent: Path) -> Path:
-    """Some files of the standard library: what every installation has, and what does not change meanwhile."""
+    """Copy some files of the standard library, which every installation has and which do not change during a run."""
     folder = parent / "text"
     folder.mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 
 def train(output: Path, *options: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    """The command and its processes are forked; test_train_kill.py starts them as a user does."""
+    """Run the command; it and its processes are forked, whereas test_train_kill.py starts them as a user does."""
     return forked.run(command(output, *options), timeout=timeout, env=environment())
 
 
@@ -50,7 +50,7 @@ def options_for(text: Path, system: str = "memascend", *more: str) -> list[str]:
 
 
 def losses(output: Path) -> dict[int, float]:
-    """Loss by step, to the last bit."""
+    """Return the loss by step, to the last bit."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["step"] for row in steps] == sorted({row["step"] for row in steps})
@@ -58,14 +58,17 @@ def losses(output: Path) -> dict[int, float]:
 
 
 def evaluations(output):
-    """Evaluation loss by step, to the last bit."""
+    """Return the evaluation loss by step, to the last bit."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
 
 
 def finished_run(factory: pytest.TempPathFactory, system: str = "memascend", *more: str) -> Path:
-    """An uninterrupted run, made once a session; its text is in `text` beside it, what it said in `said`, the trace of
-    its second step in `trace.json`."""
+    """Return the folder of an uninterrupted run, which is made once per session.
+
+    In the same parent folder are its text (`text`), its output (`said`) and the trace of its second step
+    (`trace.json`).
+    """
     key = (system, *more)
     if key not in _FINISHED:
         parent = factory.mktemp(f"train-{system}")

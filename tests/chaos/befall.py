@@ -1,4 +1,4 @@
-"""What befalls a training, arranged inside of its process before it begins."""
+"""Faults that are arranged inside a training process before it begins."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ from typing import Any
 from memascend import _C
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 
-PUTS_OFF = f"{os.sep}interrupts.py"  # no signal raises KeyboardInterrupt in the code that puts it off
+PUTS_OFF = f"{os.sep}interrupts.py"  # This module defers KeyboardInterrupt, so no signal raises it in its code.
 LIBRARY = f"{Path(__file__).resolve().parents[2] / 'memascend'}{os.sep}"
 OPS = ("read", "write", "flush")
 Faults = Any  # _C.FaultLayer
 
 
 def _leaves_a_with(frame: FrameType) -> bool:
-    """Where tracing has a line and a signal has no place: before the call of `__exit__`, which would be left out."""
+    """Return whether the frame is about to call `__exit__` at the end of a `with` block.
+
+    Tracing reports a line there, but a signal cannot interrupt at that place: an exception would skip the call of
+    `__exit__`.
+    """
     code, place = frame.f_code.co_code, frame.f_lasti
     ops = [dis.opname[code[at]] for at in range(place, min(place + 6, len(code)), 2)]
     return ops == ["LOAD_CONST"] * 3
 
 
 class Befallen:
-    """The faults of one process: a layer below its engines, lines to be interrupted at, a moment.
+    """The faults of one process: a fault layer below its engines, a line to be interrupted at, a moment in time.
 
-    `states_alone`: the layer stands below the store of states, and not below files that go with the process.
+    With `states_alone` the layer is below the store of states only, and not below files that do not outlive the
+    process.
     """
 
     def __init__(self, *, states_alone: bool = False) -> None:
         self.layer: Faults = _C.FaultLayer()
-        self.log: Path | None = None  # of all writes to the states
+        self.log: Path | None = None  # log of all writes to the states
         self.lines = 0
         stock = DirectEngine.__init__
 
@@ -70,7 +75,8 @@ class Befallen:
         self.layer.add("write", after=after, times=1, at_most=512 * sectors, signal=signal.SIGKILL)
 
     def interrupted_at_line(self, number: int | None) -> None:
-        """KeyboardInterrupt where this thread is about to run that line of the library; None: lines are counted."""
+        """Raise KeyboardInterrupt when this thread is about to run that line
+        of the library; with None, only count the lines."""
 
         def in_library(frame: FrameType, event: str, _: Any) -> Any:
             if event == "line":
@@ -87,7 +93,7 @@ class Befallen:
         sys.settrace(begins)
 
     def interrupted_after(self, seconds: float, say: Callable[..., None]) -> None:
-        """As a user who presses Ctrl-C, and again some seconds later."""
+        """Press Ctrl-C as a user would, and again some seconds later."""
         main = os.getpid()
 
         def press() -> None:
@@ -109,7 +115,7 @@ class Befallen:
         threading.Thread(target=eat, daemon=True).start()
 
     def clock_jumps_after(self, seconds: float, by_s: float, folder: Path) -> None:
-        """Of this process alone; files in `folder` are dated by the new clock."""
+        """Let the clock jump for this process alone; files in `folder` are dated by the new clock."""
         begun, stock, stock_ns = time.monotonic(), time.time, time.time_ns
 
         def jumped() -> float:

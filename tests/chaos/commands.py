@@ -1,4 +1,4 @@
-"""`memascend train` as its user runs it: a process with ranks of its own, ended from outside, and resumed."""
+"""`memascend train` as a user runs it: a process with its own ranks, ended from outside, and resumed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SYSTEMS = {
     "zero_offload": ["--system", "zero_offload"],
     "in_memory": ["--system", "in_memory"],
 }
-_MEMORY_BYTES = 160 << 20  # beside what it shares with the process that it is forked from
+_MEMORY_BYTES = 160 << 20  # in addition to what it shares with the process that it is forked from
 
 
 class Commands:
-    """Seeds of the target `train`."""
+    """Runs the seeds of the target `train`."""
 
     def __init__(self, work: Path, *, isolated: bool, known_processes: set[int]) -> None:
         self._work, self._isolated, self._known = work, isolated, known_processes
@@ -121,7 +121,7 @@ class Commands:
                 return Outcome("hang", f"attempt {attempt} had not ended after {LIMIT_S:.0f} s", output=said)
             if status == 0:
                 break
-            if "is in use by" in said:  # by ranks of a killed run, which are still dying
+            if "is in use by" in said:  # ranks of a killed run, which are still exiting
                 time.sleep(0.5)
                 continue
             if "Traceback (most recent call last)" in said and draw.fault not in ("kill", "memory limit"):
@@ -155,7 +155,7 @@ def memory_group(wanted: bool) -> Iterator[MemoryGroup | None]:
 
 
 def reached_by(output: Path) -> tuple[dict[int, float], str]:
-    """Losses of all steps, and a digest of the weights in the last checkpoint."""
+    """Return the losses of all steps, and a digest of the weights in the last checkpoint."""
     rows = [row for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "step"]
     digest = hashlib.sha256()
     for path in sorted((output / "checkpoints" / f"step-{STEPS:08d}").rglob("*.safetensors")):

@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO-3 with weights and states on the SSD: through `memascend.enable`, or as it is (`stock`).
+"""DeepSpeed ZeRO-3 with weights and states on the SSD: through `memascend.enable`, or without it (`stock`).
 
-The script is one: a checkpoint of the engine's own after every second step, and on from the last one that there is.
+Both run the same script: DeepSpeed's own checkpoint after every second step, and a restart from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _K = 64  # the twin's divisor: a step takes some tenths of a second
 
 
 def import_what_takes_long() -> None:
-    """In the parent of all forks."""
+    """Import them in the process that all runs are forked from."""
     import deepspeed  # noqa: F401
     import torch._dynamo  # noqa: F401
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
@@ -92,7 +92,7 @@ class DropInLoop(Loop):
                     engine.save_checkpoint(training.job.checkpoint, client_state={"step": step + 1})
             except (Exception, KeyboardInterrupt) as error:
                 self.say("error", step=step, error=f"{type(error).__name__}: {error}")
-                self.on_error()  # the disk is well again; the script begins anew
+                self.on_error()  # the disk works again; the script starts anew
                 raise
             self.say("step", step=step + 1, loss=losses)
             if (step + 1) % EVERY == 0:
@@ -109,6 +109,6 @@ class DropInLoop(Loop):
 
 
 class StockLoop(DropInLoop):
-    """DeepSpeed with nothing of ours but what it needs to train on a processor at all."""
+    """DeepSpeed with nothing of ours except what it needs to train on a CPU at all."""
 
     system, arm = "zero_infinity", "today"

@@ -1,7 +1,7 @@
-"""What a seed stands for: what trains, what befalls it, when, and what its user does then. No torch.
+"""What a seed stands for: what is trained, which fault strikes it and when, and what the user does then. No torch.
 
-A draw is a function of the seed alone: the same on every machine, and for ever, as long as nothing here changes
-(`DRAWN_AS` counts that; a record of another count is not gone on with).
+A draw is a function of the seed alone. It is the same on every machine and at all times, as long as nothing here
+changes (`DRAWN_AS` counts such changes; a record with another count is not continued).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 DRAWN_AS = 2
 STEPS = 4  # of the loops
 
-# What befalls a training; what a user would call it.
+# The faults, in a user's words.
 FAULTS = {
     "kill": "SIGKILL at a moment, or at a read, write or flush of the states",
     "torn write": "a write of the states moves some of its sectors, then the process is killed",
@@ -27,7 +27,7 @@ FAULTS = {
     "memory limit": "something else in the process eats its control group's memory until the kernel kills",
     "clock jump": "the clock of the process jumps by hours to years, forwards or back; files are dated elsewhere",
 }
-# Shares of the targets, and of the faults in each.
+# Weights of the targets, and of the faults of each target.
 TARGETS = {"engine": 74, "activations": 12, "drop-in": 5, "train": 9}
 _EVERYWHERE = {"kill": 6, "SIGTERM": 2, "ENOSPC": 3, "EIO": 4, "full file system": 3, "clock jump": 2}
 _IN_PROCESS = {**_EVERYWHERE, "Ctrl-C": 6, "a path that hangs": 3, "memory limit": 2}
@@ -53,8 +53,12 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Draw:
-    """`training`: what is trained, as the undisturbed run is found by. `at`: where in it, of [0, 1). `how`: the rest;
-    `after_steps`: so many are done by an earlier process, whose states the disturbed one goes on from."""
+    """The experiment that one seed stands for.
+
+    `training` says what is trained, and identifies its undisturbed run. `at` is the place of the fault in the run, in
+    [0, 1). `how` has the remaining details: for example, an earlier process trains `after_steps` steps first, and the
+    disturbed process resumes from its states.
+    """
 
     seed: int
     target: str
@@ -65,12 +69,12 @@ class Draw:
 
     @property
     def rng(self) -> random.Random:
-        """For what is left to chance while the seed runs."""
+        """Return the generator for everything that is left to chance while the seed runs."""
         return random.Random(f"run {self.seed}")
 
 
 def draw(seed: int, shapes: list[str]) -> Draw:
-    """`shapes`: names of the zoo's shapes that the engine takes."""
+    """Draw the experiment of a seed. `shapes`: names of the zoo's shapes that the engine accepts."""
     chance = random.Random(f"draw {DRAWN_AS} {seed}")
     target = _one_of(chance, TARGETS)
     fault = _one_of(chance, SHARES[target])
@@ -111,7 +115,7 @@ _TRAININGS = {"engine": _engine, "activations": _activations, "drop-in": _drop_i
 
 
 def _leave_or_again(chance: random.Random) -> str:
-    """What the user does after an error: the step again in the same process, or another process."""
+    """Draw what the user does after an error: repeat the step in the same process, or start another process."""
     return chance.choice(["again", "leave"])
 
 
@@ -148,7 +152,7 @@ _DETAILS = {
 
 
 def as_stock(drawn: Draw) -> Draw | None:
-    """The same fault for DeepSpeed as it is, where it can be arranged without a layer of ours below it; else None."""
+    """Return the same fault for stock DeepSpeed, or None if it cannot be arranged without our fault layer."""
     fault = {"ENOSPC": "full file system"}.get(drawn.fault, drawn.fault)
     if fault not in ("kill", "SIGTERM", "Ctrl-C", "full file system", "clock jump"):
         return None

@@ -1,4 +1,5 @@
-"""A seed from its draw to its verdict: undisturbed, disturbed, gone on with as a user would, compared to the bit."""
+"""Runs a seed from its draw to its verdict: undisturbed, disturbed,
+continued as a user would, and compared bit by bit."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from tests.chaos.loops import LOOPS, Loop
 from tests.chaos.sandbox import Phase, forked, left_processes, small_file_system
 from tests.chaos.verdicts import EQUAL, NAMED, NOT_RUN, REFUSED
 
-_HEARD_S = 6.0  # a second is asked for, on a machine that has nothing else to do
-LIMIT_S = 120.0  # of a process: some seconds on a quiet machine
+_HEARD_S = 6.0  # the limit is one second on an otherwise idle machine
+LIMIT_S = 120.0  # per process, which takes some seconds on an idle machine
 _MEMORY_BYTES = 48 << 20
 SMALL_BYTES = 192 << 20
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,12 +51,12 @@ class Outcome:
     told: list[str] = field(default_factory=list)
     resumed_from: list[int] = field(default_factory=list)
     left_bytes: int = 0  # swap files after the end
-    output: str = field(default="", repr=False)  # of a failure; not of the record
+    output: str = field(default="", repr=False)  # output of a failed process; not recorded
 
 
 @dataclass
 class Undisturbed:
-    """What a training is without a fault: states after each step, losses, and how much of everything it takes."""
+    """What a training does without a fault: the digest of its states after each step, its losses, and what it uses."""
 
     digests: dict[int, str]
     losses: dict[int, Any]
@@ -79,11 +80,15 @@ def loop_of(target: str) -> type[Loop]:
 
 
 class UndisturbedFailed(RuntimeError):
-    """What is trained does not train."""
+    """The training fails even without a fault."""
 
 
 class Judge:
-    """`isolated`: whether mounts and control groups can be had. Undisturbed runs are kept for seeds alike."""
+    """Runs seeds and gives their verdicts.
+
+    `isolated`: whether mounts and control groups are available. Undisturbed runs are kept for seeds with the same
+    training.
+    """
 
     def __init__(self, work: Path, *, isolated: bool, known_processes: set[int]) -> None:
         self._work, self._isolated, self._known = work, isolated, known_processes
@@ -109,7 +114,7 @@ class Judge:
             shutil.rmtree(folder, ignore_errors=True)
 
     def control(self) -> Outcome:
-        """DeepSpeed as it is, stopped after two steps and gone on with, and nothing befalls it."""
+        """Stop DeepSpeed without our library after two steps, with no fault, and resume it."""
         training = {"paths": 1, "accumulate": 1, "clip": 0.0}
         draw = Draw(-1, "stock", training, "kill", 0.0, {"after_steps": 2})
         folder, log = self._fresh("control"), self._work / "log-control"
@@ -203,10 +208,10 @@ class Judge:
             log.unlink(missing_ok=True)
 
     def _phase(self, draw: Draw, training: Path, log: Path, *, until: int = STEPS) -> Phase:
-        """A process that nothing befalls."""
+        """Run a process without a fault."""
 
         def program(say: Callable[..., None]) -> None:
-            if draw.fault == "clock jump":  # the clock is where it was, or as far off on the other side
+            if draw.fault == "clock jump":  # the clock is right again, or wrong by as much in the other direction
                 Befallen().clock_jumps_after(0.0, -draw.how["seconds"], training)
             loop_of(draw.target)(draw.training, training, say, lambda: False, until=until).run()
 
@@ -215,7 +220,7 @@ class Judge:
     def _struck(
         self, draw: Draw, known: Undisturbed, training: Path, log: Path, number: int, *, from_step: int
     ) -> Phase:
-        share = 1.0 - 0.8 * from_step / STEPS  # of the whole, that is still to come
+        share = 1.0 - 0.8 * from_step / STEPS  # the share of the whole run that is still to come
         at = (draw.at + 0.37 * number) % 1.0 * share
         moment, how = at * known.seconds, draw.how
         ballast = training.parent / "ballast"
@@ -289,7 +294,8 @@ class Judge:
         (folder / "ballast").unlink(missing_ok=True)
 
     def _cut_power(self, draw: Draw, training: Path, phases: list[Phase]) -> bool:
-        """The states as a cut at a random place of the log leaves them; steps that were told after it were not."""
+        """Leave the states as a power cut at a random place of the log does,
+        and forget the steps that were reported after it."""
         log, states, chance = training.parent / "writes", training / "session" / "states", draw.rng
         if not log.exists():
             return False
@@ -297,13 +303,14 @@ class Judge:
         place = chance.randint(0, len(written))
         said = phases[-1]
         said.events = [each for each in said.events if each.get("logged", 0) <= place and each["at"] != "done"]
-        if not states.exists():  # it had come to its end, and removed them
+        if not states.exists():  # the run had ended, and had removed them
             states.parent.mkdir(mode=0o700, exist_ok=True)
         left = {states: power.after_a_cut(before, written[:place], draw.how["keep"], chance)}
         for path in states.parent.iterdir():
             if path != states and draw.how["control"] == "kept":
                 left[path] = path.read_bytes()
-            path.unlink()  # other files: the kernel may still be taking down the killed process's rings, and its locks
+            # The others too: the kernel may still be taking down the killed process's rings, and its locks.
+            path.unlink()
         for path, contents in left.items():
             path.touch(mode=0o600)
             path.write_bytes(contents)
@@ -341,7 +348,7 @@ class Judge:
 
 
 def left_behind(known: set[int], *, isolated: bool) -> str:
-    """Outside of the training's own folder, by the time that it has ended: '' or what."""
+    """Return what is left outside the training's own folder after its end, or ''."""
     deadline = time.monotonic() + 5
     while (left := left_processes(known) if isolated else []) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -350,7 +357,8 @@ def left_behind(known: set[int], *, isolated: bool) -> str:
     shared = sorted(path.name for path in _SHARED_MEMORY.iterdir()) if isolated else []
     for name in shared:
         (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    # DeepSpeed's own buffers stay there, and the lock of a drive (a few bytes), which all users of the drive share.
+    # DeepSpeed's own buffers may stay, and so may the lock file of a drive
+    # (a few bytes), which all users of the drive share.
     if ours := [name for name in shared if not name.startswith(("deepspeed_", "memascend-path-"))]:
         return f"shared memory: {ours}"
     return ""
@@ -361,7 +369,7 @@ def raise_exit() -> None:
 
 
 def fill(ballast: Path, free_bytes: int) -> None:
-    """All of the file system but so much."""
+    """Fill the file system except for so many bytes."""
     volume = os.statvfs(ballast.parent)
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(1, volume.f_bavail * volume.f_frsize - max(free_bytes, 1 << 16)))
@@ -403,7 +411,8 @@ def _crashes(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:
 
 
 def unclear(error: str) -> str:
-    """What is wrong with an error as its user reads it; empty: it is one line, of a known kind, with what to do."""
+    """Return what is wrong with an error as the user reads it, or '' if it
+    is one line of a known kind that tells the fix."""
     kind, _, text = error.partition(": ")
     if kind in ("KeyboardInterrupt", "SystemExit"):
         return ""
@@ -415,7 +424,7 @@ def unclear(error: str) -> str:
 
 
 def _loses_steps(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:
-    """States that had been completed were given up, even if that was said."""
+    """Return what was lost if completed states were given up, even if that was reported."""
     return _walk(draw, phases, said=True)
 
 
@@ -452,17 +461,19 @@ def _has_wrong_bits(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:
 
 def _is_own(target: str, name: str) -> bool:
     if target in _ON_DEEPSPEED:
-        return name.startswith("checkpoints/") or target == "stock"  # whose swap files stay, and are counted
+        # the swap files of stock DeepSpeed stay, and are counted
+        return name.startswith("checkpoints/") or target == "stock"
     return name in ("session/states", "saved.pt")
 
 
 def _leaks(draw: Draw, known: Undisturbed, phases: list[Phase]) -> str:
     for phase in phases:
         closed = phase.last("closed")
-        # What an interrupted process has not given back goes with it; what it left, the next one collects.
+        # The end of an interrupted process frees what it did not give back;
+        # the next process removes the files that it left.
         if closed is None or (phase is not phases[-1] and str(closed["error"]).startswith(("Keyboard", "System"))):
             continue
-        if closed["descriptors"] and draw.target not in _ON_DEEPSPEED:  # gloo's stay
+        if closed["descriptors"] and draw.target not in _ON_DEEPSPEED:  # gloo keeps its own open
             return f"descriptors: {closed['descriptors']}"
         if closed["threads"] and draw.target not in _ON_DEEPSPEED:
             return f"{closed['threads']} threads: {closed['names']}"

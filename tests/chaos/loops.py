@@ -1,8 +1,8 @@
-"""Trainings as users write them, each of which may be cut off anywhere and begun again in the same folder.
+"""Trainings as users write them. Each may be cut off anywhere and started again in the same folder.
 
-A loop says what it does through `say`: `begun`, `resumed` (from which step, and what the states are there), `step`
-(done, with its loss), `error` (what it was told), `done` (what it reached). It goes on from what is there: the states
-on the tier, or a checkpoint of its own.
+A loop reports what it does through `say`: `begun`, `resumed` (the step that it resumes from, and a digest of the
+states), `step` (completed, with its loss), `error` (its message), `done` (the digest that it reached). It resumes from
+what it finds: the states on the tier, or its own checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tests.chaos.draws import STEPS
 from tests.chaos.sandbox import forked
 from tests.zoo.shapes import SHAPES, batch
 
-PLAIN_STATE = ("calls", "steps", "seen", "history", "by_name")  # what the zoo's modules have that is no buffer
+PLAIN_STATE = ("calls", "steps", "seen", "history", "by_name")  # state of the zoo's modules that is not a buffer
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-# Of the zoo, and no others: a shape that is added there would change what every seed draws (`draws.DRAWN_AS`).
+# These shapes of the zoo and no others: one more would change what every seed draws (`draws.DRAWN_AS`).
 SHAPES_DRAWN = [
     "ADataclassInAndOut",
     "AGradientInForward",
@@ -104,7 +104,7 @@ def made(name: str) -> nn.Module:
 
 
 class BesideWeights:
-    """Buffers and plain attributes of a model: small, and the loop's to keep."""
+    """Buffers and plain attributes of a model: they are small, and the loop saves them itself."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -120,13 +120,13 @@ class BesideWeights:
         for now, then in zip(self._model.buffers(), buffers, strict=True):
             now.copy_(then)
         for module, attributes in zip(self._model.modules(), plain, strict=True):
-            for name in PLAIN_STATE:  # one that was the class's then is not the module's own again
+            for name in PLAIN_STATE:  # an attribute that was the class's then must not stay an attribute of the module
                 vars(module).pop(name, None)
             vars(module).update(attributes)
 
 
 def write_durably(path: Path, values: Any) -> None:
-    """As a careful user saves: all of it or none."""
+    """Save as a careful user does: completely or not at all."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -136,13 +136,13 @@ def write_durably(path: Path, values: Any) -> None:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, (OSError, RuntimeError)):  # as torch.save says that it could not write
+        if isinstance(error, (OSError, RuntimeError)):  # torch.save reports a failed write by either
             raise OSError(f"{path}: the loop's own checkpoint could not be written: free space ({error})") from error
         raise
 
 
 class Loop:
-    """What all of them have in common."""
+    """The part that all loops have in common."""
 
     def __init__(
         self,
@@ -154,9 +154,14 @@ class Loop:
         until: int = STEPS,
         calls: Callable[[], dict[str, int]] | None = None,
     ) -> None:
-        """`on_error`: called after an error in a step; whether the user does the step again in this process.
-        `until`: the step to stop after. `calls`: system calls so far; with it the states are looked at after each step,
-        and what that takes is told apart."""
+        """Prepare the loop; `run` trains.
+
+        Args:
+            on_error: called after an error in a step; returns whether the user repeats the step in this process.
+            until: the step to stop after.
+            calls: returns the system calls so far. If given, the states are read after each step, and the calls and the
+                time that this takes are left out of the counts.
+        """
         self.training, self.folder, self.say, self.on_error = training, folder, say, on_error
         self.until, self._calls, self._looking = until, calls, {"seconds": 0.0}
         self.saved = folder / "saved.pt"
@@ -178,7 +183,7 @@ class Loop:
             self.train()
         except BaseException as error:
             name = f"{type(error).__name__}: {error}"
-            error.__traceback__ = None  # whose frames hold what is looked for
+            error.__traceback__ = None  # its frames would keep alive what the check looks for
             del error
             self._look_for_leaks(held, running, name)
             raise
@@ -193,7 +198,7 @@ class Loop:
         raise NotImplementedError
 
     def end(self) -> None:
-        """After the last step, and everything is closed."""
+        """Clean up after the last step, when everything is closed."""
 
     def data(self, step: int) -> list[torch.Tensor]:
         passes = self.training["accumulate"]
@@ -216,7 +221,7 @@ class Loop:
 
 
 def open_descriptors() -> set[str]:
-    """What they are of: numbers are used again."""
+    """Return each descriptor's number with its target, since numbers are reused."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -227,7 +232,7 @@ def open_descriptors() -> set[str]:
 
 
 class EngineLoop(Loop):
-    """The streaming engine on one of the zoo's shapes, for `STEPS` steps, with an evaluation after each."""
+    """The streaming engine on one of the zoo's shapes, for `STEPS` steps."""
 
     def train(self) -> None:
         swap._LEAST_BYTES = 256  # the shapes are small
@@ -236,7 +241,7 @@ class EngineLoop(Loop):
         model, saved = made(self.training["shape"]), None
         try:
             session, optimizer = self._begin(model, session_folder, resume=state_store.holds_states(session_folder))
-        except (NotThisModel, InterruptedUpdate) as error:  # both say what to do
+        except (NotThisModel, InterruptedUpdate) as error:  # both tell the fix
             self.say("told", error=f"{type(error).__name__}: {error}")
             state_store.remove(session_folder)
             shutil.rmtree(session_folder, ignore_errors=True)
@@ -295,7 +300,7 @@ class EngineLoop(Loop):
             self.say("done", digest=digest_of(session, beside), bytes_on_disk=self.bytes_on_disk())
 
     def _save(self, model: nn.Module, session: streaming, optimizer: Any, step: int) -> None:
-        while True:  # an error here is no reason to do the step again
+        while True:  # an error here is no reason to repeat the step
             try:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "note": session.note}
                 write_durably(self.saved, state)
@@ -338,7 +343,7 @@ def digest_of(session: streaming, beside: BesideWeights) -> str:
 
 
 class ActivationsLoop(Loop):
-    """A model in memory whose activations wait on the SSD; the loop saves everything after each step."""
+    """A model in memory whose activations are kept on the SSD; the loop saves everything after each step."""
 
     def train(self) -> None:
         model = made(self.training["shape"])
@@ -370,7 +375,8 @@ class ActivationsLoop(Loop):
                     break
                 except (Exception, KeyboardInterrupt) as error:
                     self.say("error", step=step, error=f"{type(error).__name__}: {error}")
-                    # An interrupt in the optimizer's own step leaves it half done, in memory: nobody can go on there.
+                    # An interrupt in the optimizer's own step leaves it half done, in
+                    # memory, so this process cannot continue.
                     if isinstance(error, KeyboardInterrupt) or not self.on_error():
                         raise
                     beside.put_back(before)
@@ -402,7 +408,10 @@ class ActivationsLoop(Loop):
 
 
 def import_what_trainings_import() -> None:
-    """In this process, so that its forks do not: a training of each kind in a fork says what that is."""
+    """Import in this process what trainings import, so that its forks need not.
+
+    A fork runs a training of each kind to find out which modules these are.
+    """
 
     def program(say: Say) -> None:
         before = set(sys.modules)
@@ -421,7 +430,7 @@ def import_what_trainings_import() -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a fork then leaves the shared pages alone
+    gc.freeze()  # a garbage collection in a fork then does not copy the shared pages
 
 
 LOOPS = {"engine": EngineLoop, "activations": ActivationsLoop}

@@ -1,6 +1,6 @@
 """The page of the chaos runs, made from their records: `python -m tests.chaos.page`.
 
-Records lie in results/chaos/, a file for each host; those of DeepSpeed as it is end in `-stock.json`.
+The records are in results/chaos/, one file per host; names of records of stock DeepSpeed end in `-stock.json`.
 """
 
 from __future__ import annotations

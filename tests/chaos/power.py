@@ -1,8 +1,8 @@
-"""What a power cut leaves of a file: made from its contents at the beginning and a log of the writes since.
+"""The contents of a file after a power cut, from its contents at the beginning and a log of the writes since.
 
-The log is `_C.FaultLayer.log_writes`'s. A drive promises one thing: what had been written when a flush began is there
-once the flush has returned. Anything later may be there, be lost, or be there in part, in any order; a sector of 512
-bytes is whole.
+The log is that of `_C.FaultLayer.log_writes`. A drive promises one thing: what had been written when a flush began is
+durable once the flush has returned. Any later write may be complete, lost or partial, in any order, but each sector of
+512 bytes is either old or new.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Write:
 
 
 def replayed(log: bytes) -> list[Write]:
-    """All writes in the order in which they were begun; a record that the log's end cuts off counts as not there."""
+    """Return all writes in the order in which they began; a record that the log's end cuts off is ignored."""
     writes: list[Write] = []
     open_writes: dict[int, Write] = {}
     flushing: dict[int, list[Write]] = {}
@@ -42,7 +42,7 @@ def replayed(log: bytes) -> list[Write]:
         elif kind == WRITTEN and token in open_writes:
             write = open_writes.pop(token)
             if size < 0:
-                continue  # it may have moved something, and promises nothing
+                continue  # a failed write may have changed something, and promises nothing
             if size < len(write.data):
                 write.data = write.data[:size]
             write.ended = True
@@ -55,8 +55,8 @@ def replayed(log: bytes) -> list[Write]:
 
 
 def after_a_cut(before: bytes, log: bytes, keep: float, chance: random.Random) -> bytes:
-    """Contents of the file: everything durable, and of the rest each write with the probability `keep`, some of them
-    in part."""
+    """Return the file's contents: every durable write, and each other one
+    with probability `keep`, some only in part."""
     contents = bytearray(before)
     for write in replayed(log):
         if write.durable:

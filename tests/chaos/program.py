@@ -66,7 +66,8 @@ def run(options: argparse.Namespace, *, isolated: bool) -> int:
 
         programs.enter_context(forked.serving())
     own = {int(name) for name in os.listdir("/proc") if name.isdigit()} if isolated else set()
-    work = Path(tempfile.mkdtemp(prefix="memascend-chaos-"))  # no TemporaryDirectory: a fork's end would remove it
+    # not a TemporaryDirectory: a fork would remove it when it ends
+    work = Path(tempfile.mkdtemp(prefix="memascend-chaos-"))
     try:
         commands = Commands(work, isolated=isolated, known_processes=own)
         judge = Judge(work, isolated=isolated, known_processes=own)
@@ -120,7 +121,7 @@ def row(drawn: Draw, outcome: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def opened(path: Path) -> dict[str, Any]:
-    """The record there, or a new one. ValueError for one whose seeds were drawn otherwise."""
+    """Return the record at `path`, or a new one. ValueError for a record whose seeds were drawn by other rules."""
     from workflows.run.provenance import host
     from workflows.staleness import versions
 
@@ -138,7 +139,7 @@ def opened(path: Path) -> dict[str, Any]:
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": host(),
         "versions": versions(),
-        "commits": [commit()],  # of the runs that it was made in
+        "commits": [commit()],  # of the runs that it was made from
         "seeds": {},
     }
 

@@ -1,7 +1,8 @@
-"""Where a seed runs: forks of one process that has imported what takes long, in namespaces and groups of its own.
+"""Runs seeds in forks of one process that has done the slow imports, in its own namespaces and control groups.
 
-With root the whole program is in a mount and a process namespace: its /dev/shm, its small file systems and all that it
-starts end with it, whatever happens. Without, faults that need a mount or a control group are not run, and say so.
+With root the whole program is in a mount and a process namespace: its /dev/shm, its small file systems and all
+processes that it starts end with it, whatever happens. Without root, faults that need a mount or a control group are
+not run, and their records say so.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-chi
 
 
 def isolate() -> bool:
-    """Begins this program anew in namespaces of its own, where that can be done. Whether it runs in them now."""
+    """Restart this program in its own namespaces where that is possible; return whether it now runs in them."""
     if os.environ.get(INSIDE) == "1":
         subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"], check=True)
         return True
@@ -46,7 +47,7 @@ def isolate() -> bool:
 
 @contextlib.contextmanager
 def small_file_system(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """One of so many bytes, in memory; it takes O_DIRECT from Linux 6.6 on."""
+    """Mount a file system of that size in memory; it accepts O_DIRECT from Linux 6.6 on."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)], check=True)
     try:
@@ -62,7 +63,10 @@ def small_file_system(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 @dataclass
 class Phase:
-    """What one process said and how it ended: `status` as Popen's, None where it had to be ended after `limit_s`."""
+    """What one process reported, and how it ended.
+
+    `status` is as in Popen, or None if the process had to be killed after `limit_s`.
+    """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     status: int | None = None
@@ -88,13 +92,13 @@ def forked(
     begins_with: str = "begun",
     group: MemoryGroup | None = None,
 ) -> Phase:
-    """`program(say)` in a fork. `signal_after`: (which signal, seconds after `begins_with` was said)."""
+    """Run `program(say)` in a fork. `signal_after`: (the signal, seconds after `begins_with` was reported)."""
     reading, writing = os.pipe()
     begun, len_before = time.monotonic(), len(log.read_text(errors="replace")) if log.is_file() else 0
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs
+        faulthandler.dump_traceback_later(0.9 * limit_s)  # shows where it hangs
         _become(program, writing, log, group)
     os.close(writing)
     phase, rest, sent_at, ended = Phase(), b"", None, False
@@ -181,7 +185,7 @@ def _become(program: Program, writing: int, log: Path, group: MemoryGroup | None
 
 
 def left_processes(known: set[int]) -> list[str]:
-    """In this process namespace, beside `known` ones and this one."""
+    """Return the processes in this process namespace except the `known` ones and this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in known | {os.getpid()}:

@@ -18,7 +18,8 @@ SHAPES = ["Plain", "TiedEmbedding"]
 
 
 def outcomes(folder, *options):
-    """Of `python -m tests.chaos`, by seed; in a process of its own, since OpenMP's threads do not outlive a fork."""
+    """Return the outcomes of `python -m tests.chaos` by seed. It runs in its
+    own process, as OpenMP's threads do not survive a fork."""
     out = folder / "chaos.json"
     command = [sys.executable, "-m", "tests.chaos", "--out", str(out), "--targets", "engine", "activations", *options]
     done = subprocess.run(
@@ -29,7 +30,7 @@ def outcomes(folder, *options):
 
 
 def seeds_of_each_fault(target, number):
-    """The first `number` seeds of each fault of the target."""
+    """Return the first `number` seeds of each fault of the target."""
     from tests.chaos.loops import SHAPES_DRAWN
 
     found: dict[str, list[int]] = {}
@@ -50,7 +51,7 @@ def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one(tmp_path
     assert {seed: row for seed, row in found.items() if row["verdict"] in FAILURES} == {}
     assert sum(row["struck"] for row in found.values()) >= 3
     again = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)))
-    assert again == found  # a seed of the record is not run again
+    assert again == found  # a seed that is in the record is not run again
 
 
 @pytest.mark.slow
@@ -78,7 +79,8 @@ def test_what_was_flushed_outlasts_a_power_cut_and_nothing_else_has_to():
     sector = power.SECTOR
     durable, lost = b"a" * sector, b"b" * (4 * sector)
     log = logged(power.WRITE, 1, 0, durable) + logged(power.WRITTEN, 1, size=sector) + logged(power.FLUSH, 2)
-    under_way = logged(power.WRITE, 1, sector, lost)  # begun before the flush has returned: none of its business
+    # the write ends after the flush began, so the flush does not cover it
+    under_way = logged(power.WRITE, 1, sector, lost)
     log += under_way + logged(power.WRITTEN, 1, size=len(lost))
     before = bytes(5 * sector)
     for place in (len(log), len(log) - 1):  # the flush has not returned
@@ -87,7 +89,7 @@ def test_what_was_flushed_outlasts_a_power_cut_and_nothing_else_has_to():
     assert power.after_a_cut(before, log, 0.0, random.Random(0)) == durable + bytes(4 * sector)
     torn = {power.after_a_cut(before, log, 1.0, random.Random(seed)) for seed in range(40)}
     assert durable + lost in torn
-    assert len(torn) > 8  # sectors of one write come and go by themselves
+    assert len(torn) > 8  # each sector of a write is kept or lost independently
     assert {each[:sector] for each in torn} == {durable}
 
 

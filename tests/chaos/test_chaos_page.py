@@ -1,4 +1,4 @@
-"""The page of chaos runs says what its records do, and the records have what a record needs."""
+"""The page of chaos runs agrees with its records, and the records are complete."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What becomes of a seed. The first two are what the library promises."""
+"""Verdicts on a seed. The first two are what the library promises."""
 
 EQUAL, NAMED = "equal", "named error, then equal"
 FAILURES = ("wrong bits", "silent continuation", "lost steps", "leak", "hang", "crash without a line")

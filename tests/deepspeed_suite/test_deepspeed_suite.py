@@ -1,9 +1,9 @@
-"""DeepSpeed's own unit tests pass with memascend enabled wherever they pass without.
+"""DeepSpeed's own unit tests pass with memascend enabled wherever they pass without it.
 
 Needs a checkout of DeepSpeed's repository, of a release near the installed one: ``DEEPSPEED_CHECKOUT=FOLDER make test
-PYTEST=tests/deepspeed_suite``. Each group runs twice, stock and enabled (``enabled/sitecustomize.py``); some
-20 minutes. Its tests import the checkout's DeepSpeed, whose ops are compiled first, to a folder of their own: within a
-test's time limit an interrupted compilation would leave broken ones.
+PYTEST=tests/deepspeed_suite``. Each group runs twice, stock and enabled (``enabled/sitecustomize.py``), in about 20
+minutes. Its tests import the checkout's DeepSpeed, whose ops are compiled first into a separate folder: a compilation
+that a test's time limit interrupts would leave broken ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {
     "aio": ["v1/nvme/test_aio.py", "v1/nvme/test_aio_gil.py"],
     "pinned": ["v1/nvme/test_pinned_manager.py"],
-    # test_cpu_adam_gpu_error hangs without a GPU, on stock too, until its ten minutes are over
+    # test_cpu_adam_gpu_error hangs until its ten minutes are over without a GPU, on stock too
     "cpu_adam": ["ops/adam/test_cpu_adam.py", "-k", "not gpu_error"],
     "nvme_offload": ["runtime/zero/test_zero_tensor_fragment.py", "-k", "nvme"],
     "nvme_checkpointing": ["runtime/zero/test_nvme_checkpointing.py"],
@@ -57,7 +57,7 @@ def unit_tests(compiled_ops) -> Path:
 
 
 def outcomes(unit_tests: Path, group: str, mode: str, folder: Path) -> dict[str, str]:
-    """``passed``, ``failed`` or ``skipped`` by test id."""
+    """Return ``passed``, ``failed`` or ``skipped`` by test id."""
     report = folder / f"{group}-{mode}.xml"
     environment = os.environ | {
         "MEMASCEND_SUITE": mode,
@@ -73,7 +73,7 @@ def outcomes(unit_tests: Path, group: str, mode: str, folder: Path) -> dict[str,
     assert report.exists(), (folder / f"{group}-{mode}.log").read_text()[-3000:]
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        if case.get("classname") is None:  # what was in flight when the suite's watchdog ended it
+        if case.get("classname") is None:  # the test that was running when the suite's watchdog ended it
             continue
         state = {child.tag for child in case} & {"failure", "error", "skipped"}
         result = "failed" if state & {"failure", "error"} else "skipped" if state else "passed"
@@ -94,6 +94,6 @@ def test_what_passes_on_stock_passes_with_memascend(unit_tests, group, tmp_path,
 
 
 def test_all_checkpoint_cases_pass_with_memascend(unit_tests, tmp_path):
-    """Three of the five fail on stock: a resumed training is not the interrupted one."""
+    """On stock three of the five fail: a resumed training differs from the interrupted one."""
     enabled = outcomes(unit_tests, "nvme_checkpointing", "enabled", tmp_path)
     assert list(enabled.values()) == ["passed"] * 5

@@ -1,5 +1,8 @@
-"""Ctrl-C at random instants of a step, and on in the same process, as in a notebook: what `session.steps` says is what
-the folder holds, and the end is that of the same steps in memory, to the bit."""
+"""Ctrl-C at random instants of a step, after which the same process trains on, as in a notebook.
+
+The folder holds the step that `session.steps` reports, and the result equals that of the same steps in memory bit by
+bit.
+"""
 
 import signal
 import subprocess
@@ -90,7 +93,8 @@ def test_a_loop_goes_on_after_each_of_many_interrupts_as_if_none_had_come(tmp_pa
     command = [sys.executable, "-c", GOES_ON, str(tmp_path / "run"), kind, str(seed), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout == f"{count} hits, 0 steps more than kept, different: []\n", done.stderr
-    assert "Traceback" not in done.stderr or "Exception ignored in" in done.stderr  # a destructor's: lost by Python
+    # a destructor's exception, which Python drops
+    assert "Traceback" not in done.stderr or "Exception ignored in" in done.stderr
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -1,5 +1,7 @@
-"""Ctrl-C while a drive hangs ends the wait and then the process, with one line that names the path; what the kernel may
-still write to is left alone. A drive that works is waited for."""
+"""Ctrl-C while a drive hangs ends the wait and then the process, with one line that names the path.
+
+Memory that the kernel may still write to is not freed. A drive that works is waited for.
+"""
 
 import subprocess
 import sys

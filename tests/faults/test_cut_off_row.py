@@ -1,4 +1,5 @@
-"""What a kill cuts off behind a step that is kept (its row in the metrics, its evaluation) is there after --resume."""
+"""After --resume a completed step has its row in the metrics and its
+evaluation, even if a kill came before they were written."""
 
 import json
 import os
@@ -8,7 +9,7 @@ import pytest
 
 from tests.train_runs import STEPS, command, environment, evaluations, finished_run, losses, options_for, train
 
-# Python imports it when it starts; a rank then kills itself where DIES_IN says.
+# Python imports this file when it starts; a rank then kills itself at the place that DIES_IN names.
 KILLER = r"""
 import os, signal, sys
 
@@ -51,7 +52,8 @@ def slow(*values):
     [slow("update", 3, "one"), slow("row", 3, "one"), slow("evaluation", 4, "one"), slow("evaluation", 4, "two")],
 )
 def test_a_step_that_a_kill_cut_off_has_its_row_and_its_evaluation(tmp_path, tmp_path_factory, place, at, versions):
-    """With one version of the states a step is kept before its row, with two after it; evaluations follow."""
+    """With one version of the states a step is committed before its row is
+    written, with two after it; evaluations follow."""
     reference, more = finished_run(tmp_path_factory, "lohan"), ("--state-versions", versions)
     output, options = tmp_path / "run", options_for(reference.parent / "text", "lohan", *more)
     (tmp_path / "sitecustomize.py").write_text(KILLER)

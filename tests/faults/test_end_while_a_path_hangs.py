@@ -1,6 +1,6 @@
-"""A process that ends while a path of its tier hangs, or a thread is in the core, ends as its script does.
+"""A process that ends while a path of its tier hangs, or while a thread is in the core, ends as its script does.
 
-An interpreter that ends stops its threads by an exception, which aborts (status 134) where it meets C++.
+An interpreter that ends stops its threads by an exception, which aborts the process (status 134) if it reaches C++.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""The streaming engine on a disk that fails: one clear error, the step taken back, nothing left behind."""
+"""The streaming engine on a disk that fails: one clear error, the step is rolled back, and nothing is left behind."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_a_transfer_that_fails_is_one_error_and_the_step_is_taken_back(tmp_path,
     with pytest.raises(StorageError) as failed:
         step(ours, engine, data[1])
     assert (failed.value.errno, failed.value.op) == (code, operation)
-    assert failed.value.key  # which tensor it was
+    assert failed.value.key  # the tensor's name
     faults.clear()
     losses += train(ours, engine, data[1:])  # as if nothing had happened
     assert losses == train_in_memory(theirs, data)
@@ -74,14 +74,15 @@ def test_a_disk_that_fails_while_the_model_moves_in_leaves_the_model_and_no_file
     with pytest.raises(StorageError):
         streamed(ours, tmp_path, faults)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), before, strict=True))
-    ours(batches(1)[0]).backward()  # and it has its own forward again
+    ours(batches(1)[0]).backward()  # the module has its own forward again
     assert all(parameter.grad is not None for parameter in ours.parameters())
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("after", range(4))
 def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_again(tmp_path, after):
-    """The first flush of a commit is that of the states, the second that of the index, which says that they are it."""
+    """The first flush of a commit is that of the states, the second that of
+    the index, which makes them the current ones."""
     data, ours, theirs, faults = batches(4), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults)
     losses = train(ours, engine, data[:1])
@@ -102,7 +103,7 @@ def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_a
 def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_resume_and_not_done_twice(
     tmp_path, last
 ):
-    """The last two flushes of a step are those of its own commit: all units are updated then."""
+    """The last two flushes of a step are those of its own commit: all units have been updated by then."""
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults, versions=1)
     before = faults.calls("flush")
@@ -179,7 +180,8 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
 
 
 def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_anew(tmp_path):
-    """After the first step of a resumed training all has been compared with its checksums, and no more needs to be."""
+    """After the first step of a resumed training everything has been compared with its
+    checksums, so the states are opened anew without that comparison."""
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, _C.FaultLayer())
     losses = train(ours, engine, data[:1])
@@ -189,7 +191,7 @@ def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_
     engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), allocator=allocator, faults=faults)
     faults.add("open", times=2, error=errno.ENOSPC)
     losses += train(again, engine, data[1:2])
-    with pytest.raises(StorageError, match="free space"):  # before anything of the next step
+    with pytest.raises(StorageError, match="free space"):  # raised before anything of the next step
         again(data[2])
     losses += train(again, engine, data[2:])
     assert faults.injected == 2
@@ -225,7 +227,7 @@ def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_i
     with pytest.raises((StorageError, RuntimeError), match=r"check the device|close the engine, and resume"):
         step(ours, engine, data[1])
     faults.clear()
-    if versions == 1:  # a step that is to be done again from its gradients
+    if versions == 1:  # a step that has to be repeated from its gradients
         engine.close()
         ours = model(seed=4)
         engine, _ = StreamingEngine.resume(ours, tmp_path / "session", groups(ours), EngineOptions(versions=1))

@@ -1,4 +1,5 @@
-"""`kill -9` at any instant of the streaming engine: it goes on from its last completed step, to the same bits."""
+"""`kill -9` at any instant of the streaming engine: it resumes from its
+last completed step and reaches the same bits."""
 
 import random
 import signal
@@ -135,7 +136,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
     for name, values in theirs.items():
         assert torch.equal(ours[name], values), name
     left = [path.name for path in folder.iterdir() if path.name.startswith(SCRATCH_PREFIX)]
-    assert left == []  # what waited on the tier when it was killed
+    assert left == []  # files that were offloaded to the tier when the process was killed
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["2", "28"])
@@ -147,7 +148,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
 def test_a_store_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
     tmp_path, versions, seeds
 ):
-    """At a write or commit of the third step, which a seed chooses."""
+    """The kill comes at a write or commit of the third step, which a seed chooses."""
     parts, kept = program(), []
     now = ModelUnits(parts["made"]()).layout
     earlier = ModelUnits(parts["made"](), piece_elements=now.earlier_piece_elements).layout
@@ -162,7 +163,7 @@ def test_a_store_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_defau
         ours = parts["run"](folder, 4, EngineOptions())
         for name, values in theirs.items():
             assert torch.equal(ours[name], values), (seed, name)
-    assert set(kept) == ({2} if versions == 2 else {2, 3})  # a step that was to be done again counts
+    assert set(kept) == ({2} if versions == 2 else {2, 3})  # a step that still has to be repeated counts
 
 
 def test_states_that_another_process_uses_are_refused(tmp_path):

@@ -1,7 +1,7 @@
-"""Faults below the system call, from Python: each is repeated to the right end, or is a StorageError that says all.
+"""Faults below the system call, from Python: each is retried successfully, or is a StorageError with all details.
 
-The layer stands where the engine calls the kernel (csrc/core/fault_layer.h), under either back end; the store's own
-reads, writes and flushes of its index go through it as well.
+The fault layer is where the engine calls the kernel (csrc/core/fault_layer.h), under either back end. The store's own
+reads, writes and flushes of its index pass through it as well.
 """
 
 import errno
@@ -32,7 +32,7 @@ def layer():
 
 @pytest.fixture
 def engine(tmp_path, backend, volatile, layer):
-    """One with a tensor `old`, committed unless the engine is volatile, before the faults begin."""
+    """Yield an engine with a tensor `old`, committed unless the engine is volatile, before the faults begin."""
     path = tmp_path / "device"
     with path.open("wb") as file:
         file.truncate(8 << 20)
@@ -60,7 +60,7 @@ def round_trip(engine):
 
 
 def test_short_transfers_are_continued(engine, layer):
-    layer.add("any", times=9, at_most=512)  # not even a sector of the engine's: done again
+    layer.add("any", times=9, at_most=512)  # less than a sector of the engine's, so the transfer is repeated
     layer.add("any", times=40, at_most=5000)
     round_trip(engine)
     assert layer.injected == 49
@@ -88,7 +88,7 @@ def test_a_failed_write_says_what_where_and_how_much(engine, layer, volatile, co
     assert error.offset >= 1 << 20
     assert error.offset % 4096 == 0
     assert f"at offset {error.offset}: expected {BLOCK} bytes, got 0" in str(error)
-    if volatile:  # in place: neither the old nor the new one
+    if volatile:  # written in place, so neither the old nor the new tensor survives
         with pytest.raises(StorageError, match="write all of it again"):
             engine.read_new("old")
         engine.write("old", numbers(3))
@@ -158,8 +158,8 @@ def test_an_index_that_cannot_be_flushed_stops_the_store_and_the_committed_tenso
         assert torch.equal(again.read_new("old"), numbers(1))
 
 
-@pytest.mark.parametrize("after", [0, 1])  # the data's flush, the index's
-@pytest.mark.parametrize("commits", [1, 40])  # 40: the log is moved to its other half
+@pytest.mark.parametrize("after", [0, 1])  # 0: the flush of the data; 1: that of the index
+@pytest.mark.parametrize("commits", [1, 40])  # 40: the log moves to its other half
 def test_a_commit_that_could_not_be_flushed_is_not_found_by_the_next_reader(
     engine, layer, volatile, tmp_path, after, commits
 ):
@@ -182,7 +182,7 @@ def test_a_commit_that_could_not_be_flushed_is_not_found_by_the_next_reader(
 
 
 def test_a_process_that_a_call_kills_has_done_what_came_before_it(layer, tmp_path, backend, volatile):
-    """Torn writes and kills at a system call, for the tests that need them (`_C.FaultLayer.add`)."""
+    """Checks torn writes and kills at a system call, for the tests that need them (`_C.FaultLayer.add`)."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), backend, str(volatile)],
         capture_output=True,

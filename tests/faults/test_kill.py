@@ -1,6 +1,7 @@
-"""`kill -9` at random instants: every tensor that was committed reads back, whole, and nothing of a half commit shows.
+"""`kill -9` at random instants: every committed tensor reads back whole, and nothing of an incomplete commit is
+visible.
 
-The child prints a line after each commit that returned; what it printed last is the least that must be there.
+The child prints a line after each commit that returned. At least the commit that it printed last must be readable.
 """
 
 import random
@@ -44,7 +45,7 @@ def make_store(folder, count=2, size=8 << 20):
 
 
 def check(engine, at_least):
-    """All tensors are of one and the same step, not before `at_least`. Returns the step."""
+    """Check that all tensors are of the same step, not before `at_least`, and return that step."""
     assert engine.verify() == {}
     if at_least == 0 and "step" not in engine:
         assert engine.items() == []
@@ -59,7 +60,7 @@ def check(engine, at_least):
 
 
 def collect_after_the_dead(engine):
-    """A killed process counts as alive until the kernel has taken down its rings; then its space is given back."""
+    """Collect the space of killed processes: one counts as alive until the kernel has taken down its rings."""
     deadline = time.monotonic() + 30
     while engine.space().processes > 1 and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Several processes on one store: no space is given twice, and each sees what the others have committed."""
+"""Several processes on one store: no space is allocated twice, and each sees what the others have committed."""
 
 import subprocess
 import sys

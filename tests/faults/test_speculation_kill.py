@@ -1,4 +1,5 @@
-"""`kill -9` in each phase of a step that is clipped after its gradients were used: resume goes on to the same bits."""
+"""`kill -9` in each phase of a step that is clipped after its gradients
+were used: after a resume the bits are the same."""
 
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import torch
 from memascend.engine import state_store
 from memascend.engine.options import EngineOptions
 
-STEPS, LOUD = 9, 6  # the step (from 0) that is clipped; from the third one on none waits
+# LOUD: the step (from 0) that is clipped; from the third step on gradients do not wait for their norm
+STEPS, LOUD = 9, 6
 PROGRAM = r"""
 import torch
 from torch import nn
@@ -83,7 +85,8 @@ torch.set_num_threads(1)
 run(Path(sys.argv[1]), loud + 1, EngineOptions(clip=1.0, versions=2), loud, die_in)
 """
 )
-# What is called for which time in the clipped step. States and weights are written of six blocks of one piece each.
+# The process is killed at this call of this function in the clipped step: (object, function, number of the call).
+# States and weights are written of six blocks of one piece each.
 PHASES = {
     "speculation": ("store", "write", 5),
     "its last write": ("store", "write", 12),

@@ -1,4 +1,4 @@
-"""`kill -9` at any instant of a training run: with --resume every loss is that of the run nobody killed, to the bit."""
+"""`kill -9` at any instant of a training run: with --resume every loss equals that of an undisturbed run bit by bit."""
 
 import random
 import shutil
@@ -18,8 +18,10 @@ pytestmark = pytest.mark.deepspeed
 
 
 def kill_after(output, seconds, *options):
-    """Start, wait, SIGKILL the parent. Returns whether it was still running; if it was not, it must have succeeded, or
-    have found the ranks of a run killed before still dying."""
+    """Start a run and SIGKILL the parent after some seconds; return whether it was still running.
+
+    If it was not, it must have succeeded, or have found that the ranks of a run killed earlier are still exiting.
+    """
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command(output, *options), stdout=errors, stderr=errors, env=environment()) as run,
@@ -36,7 +38,7 @@ def kill_after(output, seconds, *options):
 
 
 def kill_at_step(output, step, *options):
-    """Start, wait until the metrics show `step`, SIGKILL the parent."""
+    """Start a run, wait until the metrics show `step`, then SIGKILL the parent."""
     metrics = output / "metrics.jsonl"
     with subprocess.Popen(
         command(output, *options), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
@@ -48,9 +50,10 @@ def kill_at_step(output, step, *options):
 
 
 def resume_to_the_end(output, *options):
-    """Ranks die with their parent, but not in the same instant: wait until the folder is free.
+    """Resume the run to its end. Ranks die with their parent, but not at the same instant: wait until the folder is
+    free.
 
-    `options`: of a run that was killed before it had written down what it is.
+    `options`: those of a run that was killed before it had written its configuration.
     """
     deadline = time.monotonic() + 60
     while True:
@@ -61,7 +64,7 @@ def resume_to_the_end(output, *options):
 
 
 def stop_at_step(output, step, *options):
-    """Start, SIGTERM as soon as `step` is shown; returns exit status and lines."""
+    """Start a run and send SIGTERM as soon as `step` is shown; return the exit status and the lines."""
     with subprocess.Popen(command(output, *options), stdout=subprocess.PIPE, text=True, env=environment()) as run:
         said = []
         for line in run.stdout:
@@ -88,7 +91,8 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
     assert "resume  from step " in said
     assert "swap files of the dead run" in said
     assert losses(output) == losses(reference)
-    assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]  # one that the stop cut short is left out
+    # an evaluation that the stop cut short is left out
+    assert evaluations(output)[STEPS] == evaluations(reference)[STEPS]
     assert not (output / "swap").exists()
 
 
@@ -121,7 +125,7 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(
 def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_losses(
     tmp_path, tmp_path_factory, versions, checkpoints
 ):
-    """test_checkpoints_and_export.py has one of them among the default tests: weights, with two versions."""
+    """test_checkpoints_and_export.py has one of these cases among the default tests: weights, with two versions."""
     reference = finished_run(tmp_path_factory, "lohan")
     output, step = tmp_path / "run", random.SystemRandom().randrange(2, STEPS)
     options = ["--state-versions", versions, "--checkpoints", checkpoints, "--save-every", "3"]
@@ -175,7 +179,7 @@ def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step
 def test_a_kill_while_states_are_shared_leaves_the_checkpoint_before_whole(
     tmp_path, tmp_path_factory, file_system, paths
 ):
-    """Where the file system has reflinks, a checkpoint takes the states' blocks from the swap files."""
+    """If the file system has reflinks, a checkpoint takes the states' blocks from the swap files."""
     reference = finished_run(tmp_path_factory)
     with file_system_with_reflinks(tmp_path, file_system) as folder:
         output, tiers = folder / "run", [str(folder / path) for path in paths]
@@ -223,8 +227,10 @@ def test_a_kill_while_a_checkpoint_is_written_beside_training_leaves_the_one_bef
 
 
 def kill_in_a_save(output, step, *options):
-    """Start, SIGKILL the parent as soon as the checkpoint of `step` is begun; again while ranks killed before still
-    die."""
+    """Start a run and SIGKILL the parent as soon as the checkpoint of `step` is begun.
+
+    Retries while the ranks of a run killed earlier are still exiting.
+    """
     partial = output / "checkpoints" / f".partial-step-{step:08d}" / "state" / "rank0.safetensors"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -260,7 +266,7 @@ def kill_in_a_save(output, step, *options):
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
 def test_a_run_killed_over_and_over_ends_with_the_same_losses(tmp_path, tmp_path_factory, system, more):
-    """Instants from the first second on: in the preparation, while loading, in a step, while saving."""
+    """Kills come from the first second on: in the preparation, while loading, in a step, while saving."""
     reference = finished_run(tmp_path_factory, system, *more)
     output, instants = tmp_path / "run", random.SystemRandom()
     options = options_for(reference.parent / "text", system, *more)
@@ -271,7 +277,7 @@ def test_a_run_killed_over_and_over_ends_with_the_same_losses(tmp_path, tmp_path
         kills += killed
         if (output / "metrics.jsonl").exists():
             assert losses_so_far(output).items() <= losses(reference).items()
-        if not killed and (output / "report.json").exists():  # it came to its end before: once more from the start
+        if not killed and (output / "report.json").exists():  # it had ended before the kill: start once more
             assert losses(output) == losses(reference)
             shutil.rmtree(output)
     resume_to_the_end(output, *options)
@@ -279,7 +285,7 @@ def test_a_run_killed_over_and_over_ends_with_the_same_losses(tmp_path, tmp_path
 
 
 def losses_so_far(output):
-    """As `losses`, for a file whose last line may be cut short."""
+    """Return the losses as `losses` does, for a file whose last line may be cut short."""
     from memascend.training.progress import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(output / "metrics.jsonl") if row["kind"] == "step"}

@@ -1,4 +1,4 @@
-"""`memascend train` that is asked to stop: its exit status is the signal's, on any system."""
+"""`memascend train` that is asked to stop exits with the signal's status, on any system."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from tests.train_runs import STEPS, command, environment, options_for, text_fold
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 MANY_PATHS = ("mlp_offload",)
-# What a rank does: it is still starting (no handler yet), or it finishes its step, as worker.py does, in `state`.
+# What a rank does: it is still starting (no handler yet), or it finishes its step in `state`, as worker.py does.
 RANKS = {
     "starting": "import time; print(flush=True); time.sleep(60)",
     "training": "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print(flush=True); "
@@ -73,7 +73,8 @@ def stopping():
 
 
 def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
-    """The parent's part of a run of two ranks, which gets the signals when the ranks are up; its exit status."""
+    """Run the parent's part of a run of two ranks, which gets the signals
+    when the ranks are up; return its exit status."""
     ranks = []
 
     def start(*_):
@@ -156,7 +157,7 @@ STUCK += "the drive or the mount (dmesg), and continue with --resume once no suc
 
 
 class Unkillable:
-    """A child process that SIGKILL does not end; Ctrl-C is pressed so many times while it is waited for."""
+    """A child process that SIGKILL does not end; Ctrl-C is pressed so many times while the parent waits for it."""
 
     def __init__(self, interrupts):
         self.pid, self.returncode, self.signals, self.interrupts = os.getpid(), None, [], interrupts

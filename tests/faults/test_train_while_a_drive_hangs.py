@@ -1,4 +1,4 @@
-"""SIGTERM to `memascend train` while the drive of its states hangs ends it, and --resume goes on after it."""
+"""SIGTERM ends `memascend train` while the drive of its states hangs, and --resume then continues the run."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.train_runs import command, environment, losses, text_folder, train
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
 OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--seed", "1", "--schedule", "constant"]
 OPTIONS += ["--steps", "4", "--checkpoints", "none"]
-# In the worker: from the second step on every command to the drive takes five minutes.
+# In the worker, every command to the drive takes five minutes from the second step on.
 HANGS = """
 import importlib.abc, importlib.util, sys
 

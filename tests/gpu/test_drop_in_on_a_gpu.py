@@ -1,4 +1,4 @@
-"""The drop-in trains on a GPU what DeepSpeed trains there: same losses, same master weights, to the last bit."""
+"""On a GPU the drop-in trains exactly as DeepSpeed does: same losses, same master weights, to the last bit."""
 
 import json
 import subprocess
@@ -15,7 +15,8 @@ MODEL = ("--model", "qwen2.5-7b", "--k", "16", "--device", "cuda", "--steps", "6
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    """The record of a run, made once; each in its own process, since a process has one accelerator."""
+    """Return the record of a run, which is made once; each run is a
+    separate process, since a process has one accelerator."""
     folder = tmp_path_factory.mktemp("runs")
 
     def made(system: str, arm: str, dtype: str) -> dict:
@@ -50,7 +51,7 @@ def test_weights_are_on_the_ssd_and_the_products_on_the_gpu(record):
 
 
 def test_it_takes_less_host_memory_than_zero_infinity(record):
-    """Without what one process takes for torch and CUDA, which both have alike."""
+    """Memory of the process for torch and CUDA is left out, since it is the same for both."""
     peaks = [
         record(*words, "fp16")["memory"]["host_peak_net_bytes"]
         for words in (("memascend", "memascend"), ("zero_infinity", "as_published"))

@@ -1,4 +1,4 @@
-"""On a GPU the engine trains, and the activation cache gives gradients, as the same module there, to the bit."""
+"""On a GPU the engine trains, and the activation cache gives gradients, as the plain module does there, bit by bit."""
 
 import functools
 import gc
@@ -23,7 +23,8 @@ from tests.zoo.architectures import ARCHITECTURES, MOST_USED, NotBuilt
 
 pytestmark = pytest.mark.gpu
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products that repeat; read when the GPU is first used
+# for reproducible products; read when the GPU is first used
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 STEPS = 3
@@ -41,7 +42,8 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def operations_that_repeat(monkeypatch):
-    """Where an operation has no form whose sums have an order, torch warns, and the test looks whether it repeats."""
+    """Use deterministic algorithms; where an operation has none, torch
+    warns, and the test finds out whether it repeats."""
     monkeypatch.setattr("memascend.engine.swap._LEAST_BYTES", 256)
     torch.use_deterministic_algorithms(True, warn_only=True)
     with warnings.catch_warnings():
@@ -51,7 +53,7 @@ def operations_that_repeat(monkeypatch):
 
 
 def trained(model, optimizer, batch, accumulate):
-    """Losses of the steps, and of an evaluation after each."""
+    """Train, and return the losses of the steps and of an evaluation after each."""
     losses = []
     for step in range(STEPS):
         torch.manual_seed(step)
@@ -69,12 +71,13 @@ def trained(model, optimizer, batch, accumulate):
 
 
 def same(found, expected):
-    """To the bit; NaN where NaN is."""
+    """Return whether both are equal bit by bit, with NaN in the same places."""
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 def on_the_gpu(make, batch, accumulate=1, kind=HostAdamW):
-    """A model that was trained there, and its losses. Skips where the same training has another result again."""
+    """Train a model on the GPU; return it and its losses. Skips if the
+    same training gives another result the second time."""
     found = []
     for _ in range(2):
         model = make().cuda()
@@ -88,7 +91,7 @@ def on_the_gpu(make, batch, accumulate=1, kind=HostAdamW):
 
 
 def streamed(make, batch, folder, accumulate=1, **options):
-    """Losses and weights of a model that starts in host memory."""
+    """Return the losses and weights of a streamed model that starts in host memory."""
     model = make()
     session = streaming(folder, allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
     session.hook(model, device="cuda")
@@ -115,7 +118,7 @@ CHOSEN = [
 
 
 def built(architecture):
-    """What makes it. Skips where it does not train on token numbers alone, or not on a GPU."""
+    """Return what makes the model. Skips if it does not train on token numbers alone, or not on a GPU."""
     try:
         architecture.try_in_memory()
     except NotBuilt as reason:
@@ -217,5 +220,5 @@ def test_the_gpu_s_memory_does_not_grow_with_the_depth(tmp_path):
                 model(ids.cuda()).backward()
                 optimizer.step()
             peaks.append(torch.cuda.max_memory_allocated() - before)
-            waiting = session.engine.updates.most_waiting_bytes  # of gradients, as far as the updates are behind
+            waiting = session.engine.updates.most_waiting_bytes  # of gradients, by which the updates lag behind
     assert peaks[1] <= peaks[0] + waiting

@@ -43,7 +43,7 @@ class Runs:
         return self._records[key]
 
     def command(self, system: str, arm: str, *options: str) -> subprocess.CompletedProcess[str]:
-        """The program itself, in a process of its own."""
+        """Run the program itself, in its own process."""
         command = [sys.executable, "-m", "workflows.run.training", *self._arguments(system, arm, *options)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
@@ -52,7 +52,8 @@ class Runs:
             *("--system", system, "--arm", arm),
             *("--model", "qwen2.5-7b", "--k", "64", "--steps", str(STEPS)),
             *("--run-id", f"test-{system}-{arm}"),
-            *("--time-limit", "240", "--mode", "time"),  # memory is sampled only where a test reads it: half the time
+            # memory is sampled only if a test reads it, which saves half the time
+            *("--time-limit", "240", "--mode", "time"),
             *("--nvme", str(self._folder / "nvme")),
             *("--out", str(self._folder / "refused.json")),
             *options,
@@ -61,7 +62,7 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class SharedBuffers:
-    """Files of one run in /dev/shm: what its processes left there, and what was there after the clearing."""
+    """Files of one run in /dev/shm: what its processes left there, and what remained after the cleanup."""
 
     made: list[str]
     left: list[str]
@@ -69,7 +70,8 @@ class SharedBuffers:
 
 @contextlib.contextmanager
 def watched(seen: list[SharedBuffers]) -> Iterator[None]:
-    """Notes what the runs inside leave in /dev/shm; their rendezvous port tells it from what other processes make."""
+    """Record what the runs inside leave in /dev/shm; their rendezvous port
+    tells it apart from files of other processes."""
     stock = processes.remove_shared_buffers
 
     def files(port: int) -> list[str]:

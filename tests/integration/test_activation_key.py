@@ -1,4 +1,5 @@
-"""`"checkpointing": "ssd"` in the key: DeepSpeed trains to the same bits, and weights do not go to the SSD again."""
+"""`"checkpointing": "ssd"` in the key "memascend": DeepSpeed trains to
+the same bits, and weights are not written again."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ COMMON = {"dtype": "bf16", "steps": 3, "micro_steps": 2}
 
 
 def test_zero_3_on_nvme_trains_alike_with_activations_on_the_ssd(tmp_path):
-    """Every loss and the final weights, with accumulation; also where the model checkpoints its blocks."""
+    """Every loss and the final weights are equal, with accumulation, and also if the model checkpoints its blocks."""
     kept = Job(name="kept", built="transformers", **COMMON)
     sent = Job(name="sent", built="transformers", config=KEY, **COMMON)
     checkpointed = Job(name="checkpointed", **COMMON)

@@ -1,4 +1,5 @@
-"""Activations on the SSD under real models: gradients to the last bit, the peak as predicted, faults by name."""
+"""Activations of real models on the SSD: gradients equal to the last bit,
+the predicted peak, faults that name the tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ DECODER = WIDTHS | {"intermediate_size": 160, "num_key_value_heads": 2, "max_pos
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """So that sums are always taken in one order."""
+    """Use one thread, so that sums are always taken in one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +49,7 @@ def model(kind):
 
 
 def train(kind, steps=2, accumulate=2):
-    """(losses, weights) of a plain loop with accumulation; dropout of the model's own configuration is on."""
+    """Return (losses, weights) of a plain loop with accumulation; the model's own dropout is on."""
     trained = model(kind)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
     losses = []
@@ -80,7 +81,7 @@ def test_a_training_is_the_same_to_the_last_bit(kind, tmp_path):
 
 
 def forward_then_backward(cache):
-    """Two steps of a model; backward begins when all writes have ended, so that none of them was needless."""
+    """Train two steps; backward begins when all writes have ended, so that none of them is cancelled as needless."""
     trained = model("llama")
     ids = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -92,9 +93,9 @@ def forward_then_backward(cache):
 
 @pytest.mark.parametrize(("op", "number"), [("write", 3), ("write", 40), ("read", 3), ("read", 60)])
 def test_an_io_error_in_a_training_is_raised_by_the_step_that_needs_the_tensor(op, number, tmp_path):
-    """EIO from the kernel at four instants; afterwards the same process trains as if nothing had been.
+    """The kernel returns EIO at four instants; afterwards the same process trains as if nothing had happened.
 
-    There is room from the start: a file that cannot grow by all that it would is tried again with less.
+    Space is reserved from the start, since a file that cannot grow by the wanted amount is tried again with less.
     """
     faults = FaultLayer()
     tier = DirectTier.in_file(tmp_path, "activations", faults=faults)
@@ -159,9 +160,9 @@ def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):
-    """In processes of their own, whose allocator gives large blocks back at once, by the kernel's counters.
+    """Measured in separate processes, whose allocator returns large blocks at once, by the kernel's counters.
 
-    Each step is set against the prediction from its own sizes, times and rates; the median of three decides.
+    Each step is compared with the prediction from its own sizes, times and rates; the median of three decides.
     """
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

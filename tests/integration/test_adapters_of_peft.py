@@ -1,4 +1,5 @@
-"""LoRA through `peft` over a streamed model: as in memory, to the bit, and a step writes what it trains."""
+"""LoRA through `peft` over a streamed model: equal to training in memory
+bit by bit, and a step writes only what it trains."""
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests import loops
 from tests.loops import assert_equal
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '.[test]'")
-# peft asks transformers by the old name.
+# peft uses the old name of a transformers function.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 CONFIG = LlamaConfig(
@@ -80,13 +81,14 @@ def test_a_step_with_adapters_writes_what_it_trains(tmp_path):
         before = session.engine.transferred[1]
         train(ours, optimizer, [2])
         weight_and_moments = 3 * 4 * sum(parameter.numel() for parameter in trained(ours))
-        # Each block's weights and states are whole units of direct I/O of 4 KiB; a record of the step comes to them.
+        # Each block's weights and states are whole direct-I/O units of 4 KiB;
+        # a record of the step is written in addition.
         assert session.engine.transferred[1] - before <= weight_and_moments + 3 * 3 * 4096 + (64 << 10)
         assert session.engine.transferred[1] - before < sum(p.numel() for p in ours.parameters()) * 4 / 8
 
 
 def test_adapters_of_another_type_than_the_model_are_refused_before_anything_moves(tmp_path):
-    ours = adapted(torch.bfloat16)  # peft's default: adapters of a 16-bit model are fp32
+    ours = adapted(torch.bfloat16)  # as is peft's default: the adapters of a 16-bit model are fp32
     session = streaming(tmp_path / "states")
     session.hook(ours)
     with pytest.raises(NotStreamable, match="autocast_adapter_dtype=False"):

@@ -1,4 +1,4 @@
-"""Our I/O and pin handles take every call that the compiled ones of this DeepSpeed take, by the same names."""
+"""Our I/O and pin handles accept every call that the compiled ones of this DeepSpeed accept, with the same names."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytestmark = pytest.mark.deepspeed
 
-# Names that nobody can pass, or that DeepSpeed writes in two ways.
+# Names that cannot be passed by keyword, or that DeepSpeed spells in two ways.
 OUR_NAME = {"async": "asynchronous", "example_tenosr": "example_tensor", "locked_tensor": "tensor"}
-# Called by DeepSpeed's NativePinnedMemory alone, whose place our accelerator takes.
+# Called only by DeepSpeed's NativePinnedMemory, which our accelerator replaces.
 NOT_CALLED = {"free_cpu_locked_tensor_by_ptr"}
 
 
 def calls_of(compiled: type) -> list[tuple[str, list[str]]]:
-    """(method, names of its arguments) of each overload, as pybind11 wrote them into the documentation."""
+    """Return (method, names of its arguments) of each overload, as pybind11 wrote them into the docstring."""
     found = []
     for method in (name for name in vars(compiled) if not name.startswith("_") and name not in NOT_CALLED):
         for arguments in re.findall(rf"\b{method}\(self: [\w.]+(.*?)\) ->", getattr(compiled, method).__doc__):

@@ -1,5 +1,5 @@
-"""`memascend train --system lohan` writes checkpoints while it trains on: those of a run that waits for them, to the
-bit."""
+"""`memascend train --system lohan` writes checkpoints while it trains; they
+equal those of a run that waits for them bit by bit."""
 
 import functools
 import json
@@ -15,7 +15,8 @@ from tests.train_runs import MODEL, command, environment, losses, text_folder, t
 
 OPTIONS = [*MODEL, "--context", "32", "--files", "*.py", "--system", "lohan", "--steps", "7", "--save-every", "2"]
 OPTIONS += ["--eval-sequences", "0", "--keep", "4", "--seed", "1"]
-# By default gradients wait for their norm where a step is clipped, and the others are done again.
+# With the defaults clipping is speculative: gradients wait for their
+# norm, or a step that has to be clipped is repeated.
 WAYS = {
     "defaults": (),
     "accumulated, one version": ("--accumulate", "2", "--state-versions", "one"),
@@ -25,7 +26,7 @@ WAYS = {
 
 
 def files_of(checkpoint):
-    """Checksums of all files that say nothing of the process."""
+    """Return the checksums of all files that do not depend on the process."""
     paths = [path for path in checkpoint.path.rglob("*") if path.is_file()]
     names = {path.relative_to(checkpoint.path).as_posix(): file_checksum(path) for path in paths}
     return {name: crc for name, crc in names.items() if name not in ("manifest.json", "state/trainer.json")}
@@ -43,7 +44,8 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory, text):
-    """Options beyond `OPTIONS` -> the output of a run that waits for its checkpoints; it trains once."""
+    """Return a function from options beyond `OPTIONS` to the output of a run
+    that waits for its checkpoints; it trains once."""
 
     @functools.cache
     def run(*more):
@@ -79,7 +81,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, text, wait
     assert [row["step"] for row in rows] == [2, 4, 6, 7]
     assert all(row["stood_still_s"] <= row["seconds"] for row in rows[:3])
     assert all(row["written_bytes"] > 0 for row in rows)
-    assert rows[3]["stood_still_s"] == rows[3]["seconds"]  # the last one: there is nothing to go on with
+    assert rows[3]["stood_still_s"] == rows[3]["seconds"]  # no training follows the last checkpoint
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_line_and_loses_no_step(
@@ -96,7 +98,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_
             for line in run.stdout:
                 said.append(line)
                 if " 1/7 " in line:
-                    fill(filler, leave=6 << 20)  # room for the weights, and not for the states
+                    fill(filler, leave=6 << 20)  # enough for the weights, but not for the states
             errors = run.stderr.read()
         assert run.returncode == 2, "".join(said) + errors
         (line,) = errors.splitlines()
@@ -112,7 +114,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_
 
 
 def fill(path, leave):
-    """Take the file system's space but for some bytes."""
+    """Fill the file system except for `leave` bytes."""
     status = os.statvfs(path.parent)
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - leave)

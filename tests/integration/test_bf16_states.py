@@ -1,4 +1,5 @@
-"""bf16 master weights, gradients and Adam states on NVMe: half the bytes, and a curve that fp32 could have made."""
+"""bf16 master weights, gradients and Adam states on NVMe: half the
+bytes, and a loss curve that fp32 could have produced."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests import forked
 pytestmark = pytest.mark.deepspeed
 
 SEEDS = (0, 1, 2)
-LAST = 10  # steps over which the final loss is averaged
+LAST = 10  # final steps whose losses are averaged
 
 
 def final_loss(result) -> float:
@@ -22,7 +23,7 @@ def final_loss(result) -> float:
 
 
 def curves(folder, arms, seeds, steps):
-    """The same text for all; a seed is a set of first weights."""
+    """Train all arms on the same text; each seed is another set of initial weights."""
     jobs = [
         Job(name=f"{arm}-{seed}", arm=arm, dtype="bf16", init_seed=seed, steps=steps) for arm in arms for seed in seeds
     ]
@@ -36,7 +37,8 @@ def short(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_step_moves_little_more_than_half_the_bytes(short):
-    """fp32: 16 + 2 x 2 read, 18 written for each parameter; bf16: 8 + 2 x 2 and 10. Small tensors stay in memory."""
+    """fp32 reads 16 + 2 x 2 and writes 18 bytes for each parameter; bf16 8 +
+    2 x 2 and 10. Small tensors stay in memory."""
     fp32, bf16 = short["memascend-0"], short["memascend_bf16-0"]
     assert 20 < bf16["io_bytes"][-1] / bf16["parameters"] < 22.01
     assert bf16["io_bytes"][-1] / fp32["io_bytes"][-1] == pytest.approx(22 / 38, rel=0.03)
@@ -50,8 +52,10 @@ def test_it_learns_as_fp32_does(short):
 
 @pytest.mark.slow
 def test_the_curve_is_within_the_run_to_run_spread_of_fp32(tmp_path):
-    """The mean distance from fp32 over the seeds is under the standard deviation of fp32 over them; DeepSpeed's AdamW,
-    which rounds to nearest and loses small updates, is further away than ours on every seed."""
+    """The mean distance from fp32 over the seeds is below the standard deviation of fp32 over them.
+
+    DeepSpeed's AdamW, which rounds to nearest and loses small updates, is further from fp32 than ours for every seed.
+    """
     results = curves(tmp_path, ["memascend", "memascend_bf16", "memascend_bf16_nearest"], SEEDS, 60)
     fp32 = [final_loss(results[f"memascend-{seed}"]) for seed in SEEDS]
     ours = [final_loss(results[f"memascend_bf16-{seed}"]) for seed in SEEDS]
@@ -125,7 +129,7 @@ assert config["bf16"] == {"enabled": "auto"}
 
 
 def test_every_form_of_a_configuration_that_deepspeed_reads_says_bf16_states(tmp_path):
-    """DeepSpeed reads a file again, the Trainer and Accelerate copy dicts: enable changes whichever it reads."""
+    """DeepSpeed reads a file again, and the Trainer and Accelerate copy dicts: enable changes whichever is read."""
     run_python(READ_BY_DEEPSPEED, tmp_path)
 
 

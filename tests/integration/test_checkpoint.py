@@ -1,4 +1,4 @@
-"""A training that is saved, thrown away and loaded ends as one that was never interrupted, to the last bit."""
+"""A training that is saved, discarded and loaded ends like one that was never interrupted, to the last bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = {
 
 
 def interrupted(name: str, folder: Path, **fields) -> list[Job]:
-    """A whole training that saves on its way, and one that starts from there with other first weights."""
+    """Return a training that saves on its way, and one that resumes from there with other initial weights."""
     whole = Job(name=name, layers=1, steps=STEPS, save_at=(SAVED,), checkpoint=str(folder / name), **fields)
     return [whole, dataclasses.replace(whole, name=f"{name}-resumed", save_at=(), resume=True, init_seed=5)]
 
@@ -66,7 +66,7 @@ def manifest(results, kind) -> list[dict]:
 
 
 def test_states_in_files_are_referenced_by_the_checkpoint_and_not_copied(results):
-    """Later steps wrote to files of their own, or the resumed training above would have found other states."""
+    """Later steps wrote to other files; otherwise the resumed training above would have found different states."""
     referenced, copied = manifest(results, "on_files"), manifest(results, "on_files_copied")
     assert {entry.get("referenced") for entry in referenced} == {"link"}
     assert [entry["crc32"] for entry in referenced] == [entry["crc32"] for entry in copied]
@@ -82,7 +82,7 @@ def test_the_overflow_was_one(results):
 
 
 def test_stock_deepspeed_does_not_resume_exactly(results):
-    """The negative control: the comparison sees moments, step counts and loss scale that are forgotten."""
+    """The negative control: the comparison notices moments, step counts and a loss scale that are not restored."""
     whole, resumed = results["stock"], results["stock-resumed"]
     assert resumed["weights_sha256"] != whole["weights_sha256"]
 
@@ -121,7 +121,8 @@ def folder_of(save_dir: Path, tag: str, content: str) -> Path:
 
 
 def commit_and_die(save_dir: Path, tag: str, call: int, exchange: bool) -> bool:
-    """Commit in a child that is killed at its ``call``-th fsync, rename or removal; True if it lived to the end."""
+    """Commit in a child that is killed at its ``call``-th fsync, rename or
+    removal; return whether it survived to the end."""
     from memascend.integrations.deepspeed import checkpoint
 
     child = os.fork()

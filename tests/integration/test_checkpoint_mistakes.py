@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded is one line, and the training goes on; the second engine of a process loads too."""
+"""What cannot be saved or loaded is one line, and the training continues; the second engine of a process loads too."""
 
 from __future__ import annotations
 

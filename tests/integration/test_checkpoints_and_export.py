@@ -1,4 +1,4 @@
-"""A run whose states on the SSD are its checkpoint: it stops, goes on, and is exported, and writes no other copy."""
+"""A run whose states on the SSD are its checkpoint: it stops, resumes and is exported, and writes no other copy."""
 
 import contextlib
 import json
@@ -26,12 +26,12 @@ from tests.train_runs import command, environment, losses, text_folder, train
 
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
 OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--save-every", "2", "--seed", "1", "--schedule", "constant"]
-OPTIONS += ["--matmul", "native"]  # from_pretrained's, also on a CPU without bf16
+OPTIONS += ["--matmul", "native"]  # the matrix products of from_pretrained's model, also on a CPU without bf16
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One of six steps with full checkpoints, and one of four without any."""
+    """Make one run of six steps with full checkpoints, and one of four without any."""
     parent = tmp_path_factory.mktemp("runs")
     text = text_folder(parent)
     for name, steps, checkpoints in (("full", "6", "full"), ("none", "4", "none")):
@@ -121,7 +121,7 @@ def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
     (folder / "metrics.jsonl").write_text(lost + (folder / "metrics.jsonl").read_text())
     assert losses(folder) == losses(runs / "full")
     saved = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "checkpoint"]
-    assert len(saved) == len(set(saved))  # one that was there when the kill came is not written again
+    assert len(saved) == len(set(saved))  # a checkpoint that was complete when the kill came is not written again
     assert_same_weights(
         AutoModelForCausalLM.from_pretrained(folder / "model"),
         AutoModelForCausalLM.from_pretrained(runs / "full" / "model"),
@@ -164,7 +164,7 @@ def refusal(capsys, *arguments):
 
 
 def logits_on_the_tier(folder, ids):
-    """Of the states that a run has left, streamed as in training."""
+    """Return the logits of the states that a run has left, streamed as in training."""
     run = RunFolder(folder)
     backend = kept_backend(run)
     backend.open_kept(kept_source(run))
@@ -185,7 +185,7 @@ def test_an_export_in_several_files_has_an_index_and_gives_the_logits_of_the_tra
     index = json.loads((target / "model.safetensors.index.json").read_text())
     assert sorted(set(index["weight_map"].values())) == files
     assert index["metadata"]["total_size"] == sum(values.nbytes for values in load_all(target).values())
-    assert max((target / each).stat().st_size for each in files[1:]) < 1_100_000  # the first is of one large tensor
+    assert max((target / each).stat().st_size for each in files[1:]) < 1_100_000  # the first file has one large tensor
     whole, parts = exported(runs / name, tmp_path / "whole"), AutoModelForCausalLM.from_pretrained(target)
     assert_same_weights(parts, whole)
     ids = torch.arange(64).view(2, 32)
@@ -226,7 +226,7 @@ def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, t
     for option, wrong in [
         *(("--temperature", each) for each in ("-1", "nan", "x", "1e-40")),
         *(("--seed", each) for each in ("-1", str(1 << 63))),
-        ("--prompt", "\udcff"),  # as a byte that is no UTF-8 arrives
+        ("--prompt", "\udcff"),  # as a byte that is not UTF-8 arrives
     ]:
         given = {"--prompt": "a"} | {option: wrong}
         assert option in refusal(capsys, "generate", runs / "none", *(word for pair in given.items() for word in pair))
@@ -300,7 +300,7 @@ def test_an_export_that_was_killed_leaves_nothing_that_loads_and_the_next_one_su
 @pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
 @pytest.mark.parametrize("full", ["before", "in the weights", "from the first file on"])
 def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, full):
-    if full != "before":  # the room goes after it was asked for
+    if full != "before":  # the space is used up after the check
         monkeypatch.setattr(export, "_require_room", lambda *_: None)
     with small_file_system(tmp_path / "small", 2 << 20) as small:
         if full == "from the first file on":
@@ -342,7 +342,7 @@ def test_the_newest_checkpoint_of_a_run_that_trains_is_exported_also_if_the_run_
         return copy(*given)
 
     monkeypatch.setattr(export, "_copy", after_the_run_has_removed_it)
-    listed, answers = checkpoint.listed, iter([([], ["removed"])])  # between listing it and looking at it
+    listed, answers = checkpoint.listed, iter([([], ["removed"])])  # between listing it and reading it
     monkeypatch.setattr(checkpoint, "listed", lambda folder: next(answers, None) or listed(folder))
     with RunFolder(run).held(resume=True):
         export.export(run, tmp_path / "model", from_checkpoint=True)
@@ -354,7 +354,7 @@ def test_a_checkpoint_with_a_file_that_cannot_be_opened_is_one_line(runs, tmp_pa
     shutil.copytree(runs / "full", run)
     newest = checkpoint.listed(RunFolder(run).checkpoints)[0][-1]
     (newest.model / "gone.json").symlink_to("nowhere")
-    (newest.model / "folder").mkdir()  # is nobody's concern
+    (newest.model / "folder").mkdir()  # ignored
     said = refusal(capsys, "export", run, tmp_path / "model", "--from-checkpoint")
     assert f"{newest.model / 'gone.json'} is missing: restore it, or remove {newest.path}" in said
     (newest.model / "gone.json").unlink()
@@ -379,7 +379,7 @@ def test_room_is_asked_for_what_is_written(tmp_path):
     from memascend.training.config import TrainConfig
 
     disk = shutil.disk_usage(tmp_path)
-    parameters = disk.free // 20  # a full checkpoint alone is more than is free
+    parameters = disk.free // 20  # a full checkpoint alone needs more than is free
     prepared = {"planned_host_bytes": None, "parameters": parameters, "planned_swap_bytes": parameters}
 
     def missing(checkpoints):

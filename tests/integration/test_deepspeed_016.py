@@ -1,6 +1,6 @@
-"""The library on DeepSpeed 0.16.7 with transformers 4.51, in an environment of their own (``make deepspeed_016``).
+"""The library on DeepSpeed 0.16.7 with transformers 4.51, in a separate environment (``make deepspeed_016``).
 
-The reference is this DeepSpeed's CPU offload, in which no swap buffer takes part: same losses, same master weights.
+The reference is this DeepSpeed's CPU offload, which uses no swap buffer: same losses, same master weights.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ print(json.dumps({"losses": losses, "ours": "MemAscend" in type(engine.optimizer
 
 
 def script_trains(folder: Path, **section) -> dict:
-    """A script that knows nothing of memascend, on a DeepSpeed JSON with ``section`` added."""
+    """Run a script that knows nothing of memascend, with a DeepSpeed JSON to which ``section`` is added."""
     nvme = {"device": "nvme", "nvme_path": str(folder / "nvme")}
     on_cpu = {"device": "cpu"}
     config = {
@@ -140,7 +140,7 @@ def script_trains(folder: Path, **section) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": 1,  # derived with the library; its choice may change the last bit
+            "sub_group_size": 1,  # the library derives it too; its choice may change the last bit
             "offload_param": nvme if section else on_cpu,
             "offload_optimizer": nvme if section else on_cpu,
         },

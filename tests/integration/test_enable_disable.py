@@ -1,4 +1,4 @@
-"""enable() validates before it touches anything, and disable() gives stock DeepSpeed back."""
+"""enable() validates before it changes anything, and disable() restores stock DeepSpeed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_buffer_of_one_handle_is_pinned_for_every_other():
 
 
 def test_the_builders_of_an_editable_installation_have_our_ops_too(monkeypatch):
-    """Accelerators take those of the source tree's own package `op_builder`, where it is on the path."""
+    """Accelerators take the builders of the source tree's own package `op_builder` if it is on the path."""
     import memascend
 
     tree, builder = types.ModuleType("op_builder"), types.ModuleType("op_builder.builder")
@@ -255,7 +255,7 @@ def test_a_file_system_without_o_direct_is_refused_where_it_is_required(in_memor
 
 @pytest.mark.parametrize("aio", ["direct", "file"])
 def test_the_engines_are_told_that_o_direct_is_required(in_memory, monkeypatch, aio):
-    """Should the kernel's answer be another one once they transfer."""
+    """This matters if the kernel refuses O_DIRECT once they transfer."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

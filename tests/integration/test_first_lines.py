@@ -1,4 +1,4 @@
-"""What a plain script shows: one line that memascend is on, a warning where it has nothing to do, how to start it."""
+"""What a plain script prints: one line that memascend is on, a warning if it has nothing to do, and how to start it."""
 
 import importlib.util
 import json

@@ -20,7 +20,8 @@ def test_start_up_stays_below_training(record):
 
 
 def test_no_pageable_buffer_of_a_sub_group_is_held_beside_the_page_locked_ones(record):
-    """Stock, the gradient buffer has a pageable twin, and each sub-group's moments begin in two pageable tensors."""
+    """In stock DeepSpeed the gradient buffer has a pageable copy, and each
+    sub-group's moments start as two pageable tensors."""
     largest = max(e["requested_bytes"] for e in record["ledger"] if e["owner"] == "optimizer_buffers")
     flat = next(e["born_s"] for e in record["ledger"] if e["owner"] == "gradient_flat_buffer")
     pageable = [e for e in record["ledger"] if e["role"] == "host" and not e["locked"]]

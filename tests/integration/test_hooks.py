@@ -1,4 +1,4 @@
-"""Which hook a new DeepSpeed breaks is said in one line; versions that nobody tried are warned about once."""
+"""One line names the hook that a new DeepSpeed breaks; versions that have not been tried are warned about once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = {
 }
 
 
-# What else is checked where a part asks for it: (list of hooks, the section "memascend" that asks).
+# Hooks that are checked only if a part needs them: (list of hooks, the section "memascend" that needs it).
 OF_PARTS = {
     "checkpoints": ("CHECKPOINT_HOOKS", {}),
     "first step": ("FIRST_STEP_HOOKS", {}),
@@ -100,7 +100,7 @@ def test_every_hook_of_a_part_is_named_in_one_line(monkeypatch, has_every_part, 
 
 
 def test_what_is_overridden_in_a_class_of_deepspeeds_is_a_hook(has_every_part):
-    """An override that a new DeepSpeed does not call any more would go unnoticed."""
+    """An override that a new DeepSpeed no longer calls would go unnoticed."""
     from deepspeed.runtime.swap_tensor import optimizer_utils
     from deepspeed.runtime.zero import partition_parameters, stage3
 

@@ -1,4 +1,4 @@
-"""gradients: kept computes what swapped computes, to the bit, with 8 bytes per parameter and step less to move."""
+"""gradients: kept computes what swapped computes, bit by bit, and moves 8 bytes less per parameter and step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_kept_gradients_are_neither_written_nor_read(results, name, bytes_a_para
 
 
 class Muonlike:
-    """An optimizer that is not DeepSpeed's AdamW."""
+    """An optimizer other than DeepSpeed's AdamW."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stock Trainer and Accelerate scripts under stock launchers: the one key in the DeepSpeed JSON, and equal losses.
+"""Stock Trainer and Accelerate scripts under stock launchers: one key in the DeepSpeed JSON, and equal losses.
 
 The reference is the same script with parameters and optimizer in host memory and without the key: DeepSpeed's own NVMe
 path computes other losses with one rank on a CPU (evidence: memascend.integrations.deepspeed.cpu_shims).
@@ -39,11 +39,11 @@ def free_port() -> str:
 
 
 class Workbench:
-    """Runs the scripts in a folder of its own, each kind of run once, by the launchers in ``programs`` or by "none"."""
+    """Runs the scripts in its folder, each kind of run once, by one of the launchers in ``programs`` or by "none"."""
 
     def __init__(self, folder: Path, programs: Path = BIN) -> None:
         self.folder, self._programs, self._done = folder, programs, {}
-        self.said: list[str] = []  # what each launched run wrote, in order
+        self.said: list[str] = []  # the output of each launched run, in order
         self.model = folder / "model"
         self._make_model()
 
@@ -66,7 +66,7 @@ class Workbench:
         model.to(torch.bfloat16).save_pretrained(self.model)
 
     def config(self, section: dict | None) -> Path:
-        """A DeepSpeed JSON as in transformers' documentation, with `section` as its key "memascend"."""
+        """Write a DeepSpeed JSON as in transformers' documentation, with `section` as its key "memascend"."""
         offload = {"device": "cpu"} if section is None else {"device": "nvme", "nvme_path": str(self.folder / "nvme")}
         settings = {
             "bf16": {"enabled": "auto"},
@@ -79,7 +79,7 @@ class Workbench:
                 "reduce_bucket_size": "auto",
                 "stage3_prefetch_bucket_size": "auto",
                 "stage3_max_reuse_distance": 0,
-                "sub_group_size": 1_000_000_000,  # clipping: the norm is summed by sub-groups
+                "sub_group_size": 1_000_000_000,  # matters for clipping: the norm is summed by sub-groups
             },
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
@@ -93,7 +93,7 @@ class Workbench:
         return path
 
     def run(self, launcher: str, script: str, section: dict | None, *options: str, ranks: int = 1) -> list[dict]:
-        """What each rank wrote."""
+        """Run a script; return what each rank wrote."""
         key = (launcher, script, json.dumps(section), options, ranks)
         if key not in self._done:
             result = self.folder / f"result{len(self._done)}"
@@ -162,7 +162,7 @@ def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
     (reference,) = bench.run("torchrun", "trainer_script.py", None)
     section = {"loss": "chunked", "checkpointing": "offloaded", "attention": "sdpa"}
     (found,) = bench.run("torchrun", "trainer_script.py", section)
-    assert found["losses"] == pytest.approx(reference["losses"], rel=2e-3)  # bf16 gradients, rounded elsewhere
+    assert found["losses"] == pytest.approx(reference["losses"], rel=2e-3)  # bf16 gradients, rounded at other places
     assert found["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-6)
     assert "memascend.integrations.head_loss" in found["modules"]
     assert "OffloadedCheckpoint" in found["checkpoint"]
@@ -179,7 +179,7 @@ def test_the_trainer_sends_activations_to_the_ssd_and_gives_equal_losses(bench):
     assert found["activations_written"] > 0
 
 
-# test_swap_models.py has the quick ones.
+# test_swap_models.py has the quick cases.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -1,4 +1,4 @@
-"""memascend.auto waits for DeepSpeed and for the key; each case in a process of its own."""
+"""memascend.auto waits for DeepSpeed and for the key; each case runs in a separate process."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 def run(code: str, *, imported: bool = False, **environment: str) -> str:
-    """The last line of a fresh process, or, with DeepSpeed imported already, of a fork."""
+    """Return the last line of a fresh process or, if DeepSpeed is to be imported already, of a fork."""
     command, surroundings = [sys.executable, "-c", code], os.environ | {"DS_ACCELERATOR": "cpu"} | environment
     if imported:
         done = forked.run(command, env=surroundings, timeout=120)

@@ -1,4 +1,4 @@
-"""DeepSpeed is watched whichever of the two is imported first: DeepSpeed imports torch, which loads our entry point."""
+"""DeepSpeed is watched whichever is imported first: DeepSpeed imports torch, which loads our entry point."""
 
 from __future__ import annotations
 

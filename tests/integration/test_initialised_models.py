@@ -39,7 +39,8 @@ open(sys.argv[1], "w").write(json.dumps(found))
 
 
 def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
-    """torch.empty or zeros if left to transformers: its own initialisation comes after the partitioning."""
+    """They would be torch.empty or zeros if left to transformers, whose own
+    initialisation comes after the partitioning."""
     port = free_port()
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     done = forked.run(
@@ -51,7 +52,7 @@ def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert sum("experts" in name for name in found) >= 8
     for name, (dimensions, elements, mean, std) in found.items():
-        if dimensions > 1:  # six standard errors of the mean and of the deviation: a router has 512 elements only
+        if dimensions > 1:  # six standard errors of the mean and of the deviation: a router has only 512 elements
             assert std == pytest.approx(0.02, rel=6 / (2 * elements) ** 0.5), name
             assert abs(mean) < 6 * 0.02 / elements**0.5, name
         else:

@@ -1,4 +1,5 @@
-"""A pretrained folder goes from its files into the engine's states: equal bits, flat memory, one line for a bad one."""
+"""A pretrained folder is read from its files into the engine's states:
+equal bits, flat memory, one line for a bad file."""
 
 import dataclasses
 import json
@@ -33,7 +34,7 @@ def saved(folder, config=LLAMA, dtype=torch.float32, shard="40KB"):
     torch.manual_seed(7)
     config = dict(config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)).to(dtype)
-    with torch.no_grad():  # as of training: nothing is zero or one
+    with torch.no_grad():  # as after training: no value is zero or one
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter, dtype=torch.float32).to(dtype) * 0.02)
     model.save_pretrained(folder, max_shard_size=shard)
@@ -41,7 +42,7 @@ def saved(folder, config=LLAMA, dtype=torch.float32, shard="40KB"):
 
 
 def backends(folder, source, **changes):
-    """The engine's and plain PyTorch's, both from the folder `source`."""
+    """Build the engine's model and plain PyTorch's, both from the folder `source`."""
     config = dataclasses.replace(CONFIG, **changes)
     ours = StreamingBackend(config, {"folder": str(folder / "states"), "arm": "optimized"}, Ledger())
     settings = {"update": "memascend", "group_elements": None, "vocabulary_slices": False}
@@ -227,7 +228,7 @@ for source in sys.argv[3:]:
 """
 
 
-@pytest.mark.slow  # a process of its own, with the allocator's settings of a run
+@pytest.mark.slow  # a separate process, with the allocator's settings of a run
 def test_memory_at_the_start_does_not_grow_with_the_model(tmp_path):
     wide = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "attention_bias": False}
     sources = [saved(tmp_path / str(layers), wide | {"num_hidden_layers": layers}) for layers in (4, 8, 64)]
@@ -238,7 +239,7 @@ def test_memory_at_the_start_does_not_grow_with_the_model(tmp_path):
     grown = list(map(int, said.split()))
     weights = sum(path.stat().st_size for path in sources[2].glob("*.safetensors"))
     assert weights > 200e6
-    assert grown[1] - grown[0] < 0.1 * weights, grown  # 56 layers more
+    assert grown[1] - grown[0] < 0.1 * weights, grown  # for 56 more layers
     assert list((tmp_path / "states").iterdir()) == []
 
 

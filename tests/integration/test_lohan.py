@@ -39,7 +39,7 @@ BATCHES = [torch.arange(2 * 16).reshape(2, 16) % 128, torch.arange(2 * 16).resha
 
 
 def begin(backend, **changes):
-    """A backend with its model; `folder` and `arm` for the streaming one."""
+    """Build the model MODEL with `changes` in the backend, and return the backend."""
     torch.manual_seed(3)
     backend.build(MODEL | changes)
     return backend
@@ -82,7 +82,7 @@ def test_host_buffers_lie_where_their_class_is_placed_and_nothing_else_changes(t
 
 
 def assert_equal(ours, theirs):
-    """Weights and states of both, to the last bit."""
+    """Check that weights and states of both are equal to the last bit."""
     expected = {name: values.clone() for name, values in theirs.weights()}
     for name, values in ours.weights():
         assert torch.equal(values, expected[name]), name
@@ -157,7 +157,7 @@ def test_what_a_run_asks_for_becomes_a_rule_and_room(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"clip": 0.0}, {"loss": "plain"}, {"dtype": "fp16"}], ids=str)
 def test_a_vocabulary_in_slices_trains_as_one_in_memory_with_the_same_slices(tmp_path, changes):
-    shape = {"vocab_size": 5000, "tie_word_embeddings": "loss" in changes}  # 2,048 rows a slice
+    shape = {"vocab_size": 5000, "tie_word_embeddings": "loss" in changes}  # 2,048 rows per slice
     ours, theirs = streamed(tmp_path, model=shape, **changes), in_memory(shape, slices=True, **changes)
     assert [len(slices) for slices in ours.engine.units.matrices.values()] == [3] * (1 if "loss" in changes else 2)
     assert train(ours, 2) == train(theirs, 2)
@@ -218,7 +218,7 @@ second.close()
 """
 
 
-@pytest.mark.slow  # a process of its own, with the allocator's settings of a run
+@pytest.mark.slow  # a separate process, with the allocator's settings of a run
 def test_a_model_is_never_in_memory_as_a_whole_not_even_at_the_start(tmp_path):
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     command = [sys.executable, "-c", _START, str(tmp_path)]
@@ -299,7 +299,7 @@ def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
 
 @pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(swap="all")], ids=["recomputed", "swapped"])
 def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, options):
-    """As transformers' models do by default, in training too: a block that is computed again must not add to it."""
+    """transformers' models do so by default, in training too: recomputing a block must not add to the cache."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
     def made():
@@ -329,7 +329,8 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
         assert isinstance(filled, DynamicCache)
         with pytest.raises(NotStreamable, match="a cache of keys and values that is already filled"):
             ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=filled)
-        carried = ours(input_ids=BATCHES[0]).past_key_values  # a pass with a graph: empty here, and not in memory
+        # a pass with a graph: the cache is empty here, and not in memory
+        carried = ours(input_ids=BATCHES[0]).past_key_values
         with pytest.raises(NotStreamable, match="keys and values of an earlier pass"):
             ours(input_ids=BATCHES[0], labels=BATCHES[0], past_key_values=carried)
 
@@ -360,7 +361,7 @@ def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys)
     said = capsys.readouterr().out
     sizes = [f"two versions of the states: {_SIZE}", f"repeat a step: {_SIZE}", f"one alone: {_SIZE}"]
     two, one, alone = (float(re.search(words, said)[1]) * 2**30 / SEVEN.parameters for words in sizes)
-    assert (two, one) == (pytest.approx(28, rel=0.001), pytest.approx(18, rel=0.06))  # and room for two blocks
+    assert (two, one) == (pytest.approx(28, rel=0.001), pytest.approx(18, rel=0.06))  # including space for two blocks
     assert alone == pytest.approx(14, rel=0.07)
     assert float(re.search(rf"SSD: {_SIZE} \([0-9.]+ GB\) of swap files", said)[1]) * 2**30 / SEVEN.parameters == two
 
@@ -414,7 +415,7 @@ def test_the_plan_does_not_grow_with_the_vocabulary():
         larger = dataclasses.replace(spec, vocab=vocab, config={**spec.config, "vocab_size": vocab})
         work = Workload(spec=larger, system="lohan", dtype="bf16", context=512)
         sizes.append(plan(work, process_overhead=False).host_bytes)
-    assert max(sizes) - min(sizes) <= 2 * (1 << 24)  # a slice: 2 bytes for each of its elements
+    assert max(sizes) - min(sizes) <= 2 * (1 << 24)  # one slice: 2 bytes for each of its elements
 
 
 @pytest.mark.parametrize(

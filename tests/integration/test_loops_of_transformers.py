@@ -1,4 +1,5 @@
-"""A loop over a streamed model of transformers: both stacks are streamed, and what is saved or generated is right."""
+"""A loop over a streamed model of transformers: both stacks are
+streamed, and saved models and generated text are right."""
 
 import copy
 
@@ -43,7 +44,8 @@ def bart():
 
 
 def t5():
-    """Its stock training fills a cache, whose keys lie otherwise in memory: another order of sums."""
+    """Build a T5 model without a cache: stock training fills one, whose keys have
+    another memory layout, and so another order of sums."""
     config = T5Config(
         vocab_size=WORDS,
         d_model=32,

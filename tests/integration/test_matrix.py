@@ -1,6 +1,6 @@
 """Every part, alone, in pairs and all together, trains as stock DeepSpeed does, to the last bit.
 
-The reference is ZeRO-3 with CPU offload, in which no swap buffer takes part; stock NVMe is held to it too. Losses of 30
+The reference is ZeRO-3 with CPU offload, which uses no swap buffer; stock NVMe is compared with it too. Losses of 30
 applied steps and the final master weights (SHA-256) are compared. Two architectures of two blocks: Qwen2.5-7B (biases,
 untied) and Llama-3.1-8B (no biases), k = 64, and Llama with tied embeddings.
 """
@@ -12,11 +12,11 @@ import itertools
 import pytest
 from trainings import Job, train_all
 
-# All of it is slow: test_training_is_unchanged.py holds the whole drop-in to the same reference in every run.
+# All of it is slow: test_training_is_unchanged.py compares the whole drop-in with the same reference in every run.
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 STEPS = 30
-# Everything of ours that another part does not need: the ground on which parts are switched on alone and in pairs.
+# Everything of ours that no other part needs: the base to which parts are added alone and in pairs.
 GROUND = {"pinned": "power_of_two", "pool": "stock", "overflow": "stock", "aio": "file"}
 PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 ALL = GROUND | PARTS
@@ -54,7 +54,7 @@ CONDITIONS = {
 
 
 def training(name: str, condition: str, model: str, **fields) -> Job:
-    """A skipped step is made up for, so that 30 are applied."""
+    """Return the job of a training; it has an extra step for a skipped one, so that 30 are applied."""
     shared = {"steps": STEPS + ("overflow_at" in CONDITIONS[condition]), **MODELS[model], **CONDITIONS[condition]}
     return Job(name=name, **shared, **fields)
 
@@ -70,7 +70,7 @@ def assert_same(result, expected) -> None:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """One process for the quick subset; the names carry model and condition."""
+    """Train the quick subset in one process; the names have the model and the condition."""
     folder = tmp_path_factory.mktemp("matrix")
     jobs = [
         reference("plain", "qwen"),
@@ -88,7 +88,7 @@ def test_stock_on_nvme_and_all_parts_equal_the_reference(quick, name):
 
 
 def test_all_parts_equal_the_reference_with_everything_that_can_happen(quick):
-    """Gradient accumulation, clipping, an overflow, frozen parameters and tied embeddings in one training."""
+    """One training has gradient accumulation, clipping, an overflow, frozen parameters and tied embeddings."""
     assert_same(quick["all-everything"], quick["reference-everything"])
 
 

@@ -1,4 +1,4 @@
-"""The ledger explains the measured host peak, and each MemAscend part takes away what the paper says it does."""
+"""The ledger explains the measured host peak, and each MemAscend part removes what the paper says it does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import pytest
 pytestmark = pytest.mark.deepspeed
 
 PUBLISHED, OURS = ("zero_infinity", "as_published"), ("memascend", "memascend")
-EACH = [pytest.param(PUBLISHED, marks=pytest.mark.slow), OURS]  # a training each
+EACH = [pytest.param(PUBLISHED, marks=pytest.mark.slow), OURS]  # each takes one training
 
 
 @pytest.fixture(scope="module")
 def record(runs):
-    """Runs at k = 16, where the buffers are well above the few MiB by which a process of 450 MiB breathes."""
+    """Return a function that runs an arm at k = 16, where buffers are well above the
+    few MiB by which the memory of a process of 450 MiB varies."""
     return lambda arm: runs.record(*arm, "--k", "16", "--steps", "3", "--mode", "memory")
 
 

@@ -32,7 +32,7 @@ def test_fast_follows_exact_through_clipping_and_an_overflow(results, name):
 
 
 def test_fast_is_not_exact_so_that_exact_has_to_be_the_default(results):
-    """If this fails, ours has become bitwise equal and may stand in for DeepSpeed's everywhere."""
+    """If this fails, ours has become bitwise equal and may replace DeepSpeed's everywhere."""
     assert results["fast"]["weights_sha256"] != results["exact"]["weights_sha256"]
 
 

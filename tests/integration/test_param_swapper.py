@@ -1,4 +1,4 @@
-"""The swapper hands no buffer on that is still being read into, and reads nothing ahead that is gathered already."""
+"""The swapper reuses no buffer that is still being read into, and does not read ahead what is already gathered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMEL = 1024
 
 @pytest.fixture
 def swapper(tmp_path):
-    """Our swapper over files of its own, with a pool of one buffer."""
+    """Make our swapper over temporary files, with a pool of one buffer."""
 
     from memascend.integrations.deepspeed.aio import AioModule, IoCounters
     from memascend.integrations.deepspeed.auto_settings import DerivedSettings
@@ -95,7 +95,7 @@ def test_the_next_block_is_read_into_what_the_device_has_a_copy_of(swapper):
     first.ds_status.name = "AVAILABLE"
     swapper.swap_in([second], async_op=True)
     assert swapper.released_gathered == 1
-    # DeepSpeed's prefetcher goes on to see that the first is there; its data are on the device alone.
+    # DeepSpeed's prefetcher still sees the first as available; its data are on the device alone.
     assert (first.ds_tensor.status.name, first.ds_tensor.numel()) == ("AVAILABLE", 1)
     swapper.remove_partition_and_release_buffers([first])  # as when its module has run
     assert first.ds_tensor.status.name == "NOT_AVAILABLE"
@@ -116,7 +116,7 @@ def test_a_gather_under_way_keeps_its_buffer_from_a_prefetch(swapper):
 
 
 class FakeDevice:
-    """A device that works on its own: an event passes when the test says so."""
+    """A device that works asynchronously: an event passes when the test says so."""
 
     def __init__(self):
         self.events = []
@@ -146,7 +146,8 @@ def device(monkeypatch):
 
 @pytest.fixture
 def gathers(monkeypatch):
-    """DeepSpeed's gather handles as a changed release might have them: nobody waits for the copies. Ours watch."""
+    """Make DeepSpeed's gather handles as a changed release might have
+    them: they do not wait for the copies. Ours watch."""
     from deepspeed.runtime.zero import partition_parameters
 
     from memascend.integrations.deepspeed.gathers import watch_gathers
@@ -191,7 +192,7 @@ def test_a_read_that_must_not_fail_waits_for_the_event_of_the_buffer_that_it_tak
 def test_a_gather_by_a_way_that_is_not_known_keeps_its_buffer(swapper, device):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
-    first.ds_status.name = "AVAILABLE"  # and no event tells when the device has its copy
+    first.ds_status.name = "AVAILABLE"  # no event tells when the device has its copy
     swapper.swap_in([second], async_op=True)
     assert (swapper.denied_prefetches, swapper.released_gathered) == (1, 0)
     swapper.swap_in([second], async_op=False)
@@ -247,7 +248,7 @@ def test_before_there_is_a_pool_as_many_are_staged_as_are_asked_for(swapper):
         swapper.get_buffer(param, NUMEL).fill_(param.ds_id + 10)
         swapper._swap_out([param], async_op=False)
     assert len(ledger.entries()) == 1
-    swapper.swap_in(three, async_op=False)  # as an initialisation gathers all that a module has
+    swapper.swap_in(three, async_op=False)  # as an initialisation gathers all parameters of a module
     assert [param.ds_tensor[0].item() for param in three] == [10, 11, 12]
     assert len([entry for entry in ledger.entries() if entry.died_s is None]) == 3
     swapper.remove_partition_and_release_buffers(three)
@@ -302,7 +303,8 @@ def test_what_was_read_ahead_of_another_size_stays(swapper):
     swapper.stream.register(1, small)
     first, other, third = parameter(0), parameter(1), parameter(2)
     swapper.swap_in([first, other], async_op=True)
-    swapper.swap_in([third], async_op=False)  # must not fail: of the two read ahead, only the first's buffer would do
+    # must not fail: of the two that were read ahead, only the first one's buffer is large enough
+    swapper.swap_in([third], async_op=False)
     assert (swapper.evicted_prefetches, first.ds_tensor.status.name) == (1, "NOT_AVAILABLE")
     assert torch.equal(other.ds_tensor, torch.ones(small, dtype=torch.float16))
     assert torch.equal(third.ds_tensor, torch.full((NUMEL,), 2.0, dtype=torch.float16))

@@ -1,4 +1,4 @@
-"""ZeRO-Offload with every class of host buffers placed: the same losses, DeepSpeed's own states in our memory."""
+"""ZeRO-Offload with every class of host buffers placed: the same losses, and DeepSpeed's own states in our memory."""
 
 from __future__ import annotations
 

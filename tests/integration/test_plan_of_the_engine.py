@@ -1,4 +1,4 @@
-"""`plan --system lohan` and a run of it by `train`: bytes read and written in a step, disk and host buffers."""
+"""`plan --system lohan` and a run of it by `train` agree on bytes read and written per step, disk and host buffers."""
 
 import itertools
 
@@ -20,12 +20,13 @@ from memascend.training.config import TrainConfig
 from memascend.training.prepare import workload_of_run
 
 CONTEXT, BATCH = 64, 2
-NOT_REACHED = 1e6  # by any norm here
+NOT_REACHED = 1e6  # a norm that no step here reaches
 TIED, UNTIED = model_spec("qwen2.5-0.5b").twin(16), model_spec("llama3.1-8b").twin(64)
 
 
 def config_of(folder, **options):
-    """A run of `train` with its defaults, but for the options; it saves at its end alone."""
+    """Return the configuration of a run of `train` with its defaults
+    except for the options; it saves only at its end."""
     options = {"save_every": 0, **options}
     return TrainConfig(
         model="m", data=["d"], system="lohan", batch=BATCH, nvme=str(folder), output=str(folder), **options
@@ -44,8 +45,11 @@ def planned(config, spec):
 
 
 def measured(config, spec, steps=2, clipped=0.0):
-    """Of the last step, which knows the order of the blocks; and of folder and ledger after it. As `train` does it.
-    `clipped`: the share of the recent steps, as if there had been more than the first one."""
+    """Return the bytes of the last step, which knows the order of the blocks, and the disk and host bytes after it.
+
+    Trains as `train` does. `clipped`: the share of clipped steps among the recent ones, as if more steps had come
+    before.
+    """
     ledger = Ledger()
     settings = systems.load("lohan").trainer(config, {}, "run", "").settings
     backend = StreamingBackend(config, settings, ledger)
@@ -70,7 +74,7 @@ def measured(config, spec, steps=2, clipped=0.0):
 
 
 def save(backend, folder):
-    """What `train` does with it, of weights alone."""
+    """Save as `train` does, weights alone."""
     file = TensorPartsWriter(folder / "weights", backend.weight_layouts())
     backend.save_meanwhile(file, None, file.close, lambda error: error).wait()
 

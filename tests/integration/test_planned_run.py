@@ -1,4 +1,4 @@
-"""What `memascend plan` says of a run, against the run that its own DeepSpeed JSON configures."""
+"""The statements of `memascend plan` about a run, compared with the run that its own DeepSpeed JSON configures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL, K, CONTEXT, BATCH = "qwen2.5-7b", 32, 24, 2
 
 
 def run_script(name, folder, *arguments):
-    """A training script of this folder, in a process of its own, with one rank on the CPU."""
+    """Run a training script of this folder in a separate process, with one rank on the CPU."""
     port = free_port()
     done = forked.run(
         [sys.executable, str(Path(__file__).parent / "scripts" / name), *map(str, arguments)],
@@ -39,7 +39,7 @@ def run_script(name, folder, *arguments):
     params=[pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16", "bf16-gradients")],
 )
 def pair(request, tmp_path_factory):
-    """(the plan as JSON, what the run did) of a twin of Qwen2.5-7B, by the dtype of states and of gradients."""
+    """Return (the plan as JSON, what the run did) for a twin of Qwen2.5-7B, by the dtype of states and of gradients."""
     folder = tmp_path_factory.mktemp(f"planned-{request.param}")
     (folder / "nvme").mkdir()
     config, result = folder / "ds.json", folder / "result.json"
@@ -58,10 +58,9 @@ def pair(request, tmp_path_factory):
 
 
 def test_the_bytes_of_each_phase_are_those_of_the_plan(pair):
-    """Backward finds the output matrix and the last block still in memory, which the plan counts all the same; from the
-    second step on, the prefetcher reads (part of) the block before it while forward ends. The last gradients wait in an
-    optimizer buffer, small ones in memory, and are written when the optimizer begins.
-    """
+    """Backward finds the output matrix and the last block still in memory, but the plan counts them. From the second
+    step on the prefetcher reads (part of) the block before it while forward ends. The last gradients wait in an
+    optimizer buffer, small ones in memory, and are written when the optimizer begins."""
     plan, run = pair
     spec = model_spec(MODEL).twin(K)
     last = [t.numel for t in spec.tensors() if t.block == spec.layers - 1 or t.name == "lm_head.weight"]
@@ -105,7 +104,7 @@ def test_the_swap_files_take_what_the_plan_says(pair):
     assert run["stored"] == pytest.approx(plan["ssd_bytes"], rel=0.05)
 
 
-# Small twins of few layers, each a model of its own to the planner: (twin divisor, keys of its configuration).
+# Small twins of few layers, each a separate model to the planner: (twin divisor, keys of its configuration).
 DROP_IN = {
     "qwen2.5-7b": (8, {"num_hidden_layers": 2}),
     "llama3.1-8b": (8, {"num_hidden_layers": 3}),
@@ -115,7 +114,7 @@ DROP_IN = {
 
 @pytest.fixture(scope="module")
 def drop_in(tmp_path_factory):
-    """(a DeepSpeed JSON with `"memascend": {}`, folder of each model, what its training held)."""
+    """Return (a DeepSpeed JSON with `"memascend": {}`, the folder of each model, the buffers of its training)."""
     folder = tmp_path_factory.mktemp("drop-in")
     (folder / "nvme").mkdir()
     offload = {"device": "nvme", "nvme_path": str(folder / "nvme"), "pin_memory": True}
@@ -148,7 +147,7 @@ def drop_in(tmp_path_factory):
 
 @pytest.mark.parametrize("model", DROP_IN)
 def test_the_plan_of_a_users_configuration_is_the_run_entry_by_entry(drop_in, capsys, model):
-    """Every buffer that the run's allocators gave is in the plan and the other way round, each within 2 %."""
+    """Every buffer that the run's allocators returned is in the plan and vice versa, each within 2 %."""
     config, models, runs = drop_in
     arguments = ["plan", "--model", str(models[model].parent), "--ds-config", str(config), "--context", str(CONTEXT)]
     assert main([*arguments, "--json"]) in (0, 1)
@@ -168,7 +167,7 @@ def test_the_plan_of_a_users_configuration_is_the_run_entry_by_entry(drop_in, ca
 
 
 def test_the_configuration_of_the_baseline_is_accepted_too(tmp_path):
-    """By DeepSpeed's own parser, and by enable(): a stock configuration needs no section of ours."""
+    """DeepSpeed's own parser accepts it, and so does enable(): a stock configuration needs no section of ours."""
     import memascend
 
     (tmp_path / "nvme").mkdir()

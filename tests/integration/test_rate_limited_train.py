@@ -1,4 +1,4 @@
-"""A training whose paths are drives of known speed: whatever system it is, no transfer is faster than its drive."""
+"""A training whose paths are drives of known speed: on every system, no transfer is faster than its drive."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from memascend.simulator.side_by_side import step_of_trace
 from memascend.simulator.trace import busy_s
 from tests import train_runs
 
-READ, WRITE = 40e6, 30e6  # bytes per second, below what any path of ours does
+READ, WRITE = 40e6, 30e6  # bytes per second, slower than any path of ours
 
 
 @pytest.mark.parametrize(

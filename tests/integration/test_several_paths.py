@@ -1,6 +1,6 @@
 """`"tiers": [...]`: ZeRO-3's optimizer over several drives (MLP-Offload) computes what plain offload computes, bitwise.
 
-The cumulative arms of MLP-Offload's Figs. 14 and 15: what each switch does is counted, what it computes is compared.
+The cumulative arms of MLP-Offload's Figs. 14 and 15: each switch's effect is counted, and the results are compared.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tiers(folder, names="ab", **options):
 
 
 def held(sub_groups):
-    """The buffers of so many sub-groups in host memory."""
+    """Return a configuration that keeps so many sub-groups in host memory."""
     return {"zero_optimization": {"offload_optimizer": {"buffer_count": cached_sub_group_buffers(False, sub_groups)}}}
 
 
@@ -58,7 +58,7 @@ def test_two_paths_train_as_plain_offload_and_move_less(tmp_path):
         assert over_two[field] == plain[field]
         assert results["fast"][field] == results["plain, fast"][field]
     assert over_two["io_bytes"][-1] < 0.9 * plain["io_bytes"][-1] - 8 * plain["parameters"]
-    # Converted as AdamW reads them: by DeepSpeed's a piece at a time, by ours with no memory at all.
+    # Gradients are converted as AdamW reads them: by DeepSpeed's a piece at a time, by ours without any memory.
     states = over_two["host"]["optimizer_buffers"]
     assert states == results["fast"]["host"]["optimizer_buffers"] == 9 * plain["host"]["optimizer_buffers"] // 5
     largest = states // 9
@@ -73,7 +73,7 @@ ARMS = (*ON_ONE, "mlp_offload", "as_published", "multi_path_only", "weights_on_p
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "hard"])
 def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path, case):
-    """Figs. 14 and 15: each switch added in turn, and alone, over two drives of 40 and 20 MB/s."""
+    """Figs. 14 and 15: each switch is added in turn, and alone, over two drives of 40 and 20 MB/s."""
     options = SMALL if case == "plain" else HARD
     with throttled_paths(tmp_path, [40_000_000, 20_000_000]) as paths:
         section = {"memascend": {"tiers": [str(path.folder / "swap") for path in paths]}}
@@ -91,7 +91,8 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
         assert all(path.direct_bytes > 1 << 20 for path in paths)
     moved = {arm: sum(results[arm]["io_bytes"][2:]) for arm in ("zero3", *ARMS)}
     assert moved["zero3"] > moved["caching"] > moved["skip_gradients"] == moved["mlp_offload"]
-    assert moved["exclusive_only"] > moved["gradients_only"] > moved["skip_gradients"]  # every sub-group is moved
+    # with "exclusive" alone every sub-group is moved
+    assert moved["exclusive_only"] > moved["gradients_only"] > moved["skip_gradients"]
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_c
 @pytest.mark.slow
 @pytest.mark.parametrize(("file_system", "aio"), [("xfs", "direct"), ("xfs", "file"), ("btrfs", "direct")])
 def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_paths(tmp_path, file_system, aio):
-    """Pre-staging (3.3): what is on the path with reflinks, or in files, is shared; the other path's part is copied."""
+    """Pre-staging (3.3): data on the path with reflinks, or in files, are shared; the other path's part is copied."""
     with file_system_with_reflinks(tmp_path, file_system) as shared:
         (tmp_path / "other").mkdir()
         (shared / "path").mkdir()
@@ -185,7 +186,7 @@ def test_a_raw_device_is_a_path_as_a_folder_is(tmp_path):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 7))])
 def test_killed_at_a_random_instant_of_a_re_homing_it_resumes_to_the_same_bits(tmp_path, seed):
-    """Of the 16 to 20 tensors that move in a step or two: at one of them, or up to 20 ms later."""
+    """The kill comes at one of the 16 to 20 tensors that move in a step or two, or up to 20 ms later."""
     chance = random.Random(seed)
     paths = tiers(tmp_path, tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
@@ -206,14 +207,17 @@ def test_killed_at_a_random_instant_of_a_re_homing_it_resumes_to_the_same_bits(t
     for name in ("moved", "resumed"):
         assert results[name]["weights_sha256"] == results["plain"]["weights_sha256"]
     left = [path.name for name in "ab" for path in (tmp_path / name).glob("memascend-scratch-*")]
-    assert left == []  # the killed one's, too
+    assert left == []  # nor of the killed process
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
-    """EIO, ENOSPC, hang and vanish, three instants each: the training ends with the same weights, or says what is lost
-    and the checkpoint goes on to them without that path."""
+    """EIO, ENOSPC, a hang and a vanished path, at three instants each.
+
+    The training ends with the same weights, or names what is lost, and a resume from the checkpoint without that path
+    reaches the same weights.
+    """
     paths, broken = tiers(tmp_path, tier_placement=[1, 1]), str(tmp_path / "b")
     jobs = [Job(name="plain", **SMALL)]
     faults = [(kind, after) for kind in ("eio", "full", "hang", "vanish") for after in (0, 7, 23)]
@@ -235,7 +239,7 @@ def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
             assert hit["losses"] == plain["losses"], (kind, after)
         assert gone_on["weights_sha256"] == plain["weights_sha256"], (kind, after)
         assert gone_on["losses"] == plain["losses"][2:], (kind, after)
-    # What a path cannot be written any more is written elsewhere; what it held alone and cannot be read is named.
+    # A write that a path refuses goes to another path; data that were on that path alone and cannot be read are named.
     assert all(ends[kind, after] is None for kind in ("eio", "full") for after in (0, 7, 23)), ends
     assert any(ends["vanish", after] for after in (0, 7, 23)), ends
 
@@ -267,7 +271,7 @@ def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_comp
     ]
     results = train_all(jobs, tmp_path / "out")
     back = results["back"]
-    if kind == "hang" and "error" in back:  # of a read: what lay there alone is lost
+    if kind == "hang" and "error" in back:  # a read hung, and data that were on that path alone are lost
         assert f".tensor.swp' on {tmp_path / 'b'}" in back["error"]
         return
     on_b = [of_paths[1] for of_paths in back["groups"]]
@@ -281,7 +285,8 @@ def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_comp
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_four_processes_whose_path_fails_or_fills_and_comes_back_train_the_same(tmp_path):
-    """In each of them by itself, at three instants; they take turns on the paths, also when they try one again."""
+    """The fault comes in each process separately, at three instants; they take
+    turns on the paths, also when they retry one."""
     steps = {**SMALL, "steps": 10}
     jobs = [Job(name="plain", **steps)]
     for kind in ("eio", "full"):

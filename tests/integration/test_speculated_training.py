@@ -1,4 +1,4 @@
-"""`memascend train` where clipping does not wait: the bits of training in memory, resumes, and what it says."""
+"""`memascend train` with speculative clipping: the bits of training in memory, resumes, and its messages."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ DROPPING = {"attention_dropout": 0.1}
 
 
 def batch(step, number=0):
-    """Of one word in some steps: the norm of their gradients is several times that of others, which is below 2.1."""
+    """Return a batch that is a single word in some steps: their gradient norm is
+    several times that of others, which is below 2.1."""
     if step % 7 == 1 and step > 7:
         return torch.full((2, 16), step + number)
     return torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(100 * step + number))
@@ -58,7 +59,7 @@ def test_fifty_steps_of_which_some_are_done_again_are_those_of_training_in_memor
 
 
 def test_a_run_that_goes_on_has_seen_what_it_had_seen(tmp_path):
-    """Speculating from its first step on, without the two that a new run lets wait."""
+    """It speculates from its first step on; a new run lets the first two steps wait."""
     ours = streamed(tmp_path, clip=CLIP)
     made = train(ours, 0, 5)
     assert [ours.facts()["clipping"]["speculated_steps"], ours.engine.speculation.done_again] == [3, 0]

@@ -1,4 +1,4 @@
-"""What a derived sub_group_size changes: the order of two sums, and nothing else."""
+"""A derived sub_group_size changes the order of two sums, and nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_with_one_sub_group_size_the_offloads_are_equal_to_the_last_bit(clipped)
 
 
 def test_another_sub_group_size_rounds_the_clipping_norm_and_no_more(clipped):
-    """The first loss is before any update, the first norm of the same gradients."""
+    """The first loss is before any update, and the first norm is of the same gradients."""
     derived, default = clipped["derived"], clipped["default_in_memory"]
     assert derived["losses"][0] == default["losses"][0]
     assert derived["norms"][0] == pytest.approx(default["norms"][0], rel=3e-7)

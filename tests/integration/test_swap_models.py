@@ -1,6 +1,6 @@
 """Models and configurations of every kind train as the reference that swaps nothing, to the last bit.
 
-All in one process a set of ranks; every training has a reference with parameters and optimizer in memory.
+One process for a set of ranks runs all of them; every training has a reference with parameters and optimizer in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# What a person who has read nothing leaves out; the bucket stays, because on the CPU it is host memory.
+# Keys that a user without further knowledge leaves out; the bucket stays, because on the CPU it is host memory.
 LEFT_OUT = (
     "aio",
     "data_types",
@@ -40,22 +40,24 @@ KINDS = {
     "mixture-of-experts": Job(name="mixture-of-experts", model_config=MOE),
     "frozen": Job(name="frozen", freeze=("layers.0.", "embed_tokens")),
     "nothing-but-folders": Job(name="nothing-but-folders", leave_out=LEFT_OUT),
-    # DeepSpeed then gathers ahead by an order that is none of the training's, and all buffers are held.
+    # DeepSpeed then gathers ahead in an order that is not the training's, and all buffers are in use.
     "evaluated-first": Job(name="evaluated-first", leave_out=LEFT_OUT, layers=4, evaluate_first=True),
-    # The pool is made when DeepSpeed has partitioned what it was given whole.
+    # The pool is made when DeepSpeed has partitioned the model that it was given whole.
     "built-outside": Job(name="built-outside", built="outside"),
     # Initialisation gathers a module's weight and bias together, before there is a pool.
     "built-by-transformers": Job(name="built-by-transformers", built="transformers"),
 }
 
-# The size of sub-groups settles which elements AdamW's vector loop leaves to its scalar one, which rounds otherwise.
+# The size of sub-groups determines which elements AdamW's vector loop
+# leaves to its scalar loop, which rounds differently.
 NOT_EVEN_SUB_GROUPS = Job(name="not-even-sub-groups", leave_out=(*LEFT_OUT, f"{ZERO}.sub_group_size"))
 
 
 def jobs_of(kinds: dict[str, Job]) -> list[Job]:
     jobs = []
     for job in kinds.values():
-        dtype = tuple({"data_types"} & set(job.leave_out))  # of accumulated gradients: this alone changes results
+        # dtype of accumulated gradients: leaving it out changes results
+        dtype = tuple({"data_types"} & set(job.leave_out))
         reference = replace(job, name=f"{job.name}-reference", system="zero_offload", arm="today", leave_out=dtype)
         jobs += [replace(reference, steps=STEPS), replace(job, steps=STEPS)]
     return jobs
@@ -86,7 +88,7 @@ def test_trainable_parameters_alone_have_optimizer_states(trained):
     assert trained["frozen"]["io_bytes"][-1] < 0.7 * trained["untied"]["io_bytes"][-1]
 
 
-# Without settings parameters stay gathered for long, and used to be released while they were being read.
+# Without these settings parameters stay gathered for long, and used to be released while they were being read.
 @pytest.mark.parametrize(
     "names",
     [

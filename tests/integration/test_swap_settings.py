@@ -1,4 +1,4 @@
-"""What the user leaves out is derived; what the user set is kept, and warned about where it hurts."""
+"""Settings that the user leaves out are derived; those that the user set are kept, with a warning if they do harm."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(m
     config["zero_optimization"]["sub_group_size"] = 100
     monkeypatch.setattr("memascend.integrations.deepspeed.auto_settings.announce", said.append)
     counts = {}
-    for left in (8000, 10**6):  # 2000 are gradients; states of a sub-group 1200, and a fifth is left free
+    for left in (8000, 10**6):  # gradients take 2000, the states of a sub-group 1200, and a fifth is left free
         derived, kwargs = DerivedSettings(config, tiers=("/a", "/b"), swaps_gradients=False), arguments()
         derived.host_left, kwargs["sub_group_size"] = (lambda left=left: left), 100
         derived.fill_stage3(torch_optimizer([100] * 10), kwargs)

@@ -63,7 +63,7 @@ def test_what_was_written_is_read_at_any_address_and_length(store, folder):
 
 
 def test_the_padding_of_a_tensor_may_be_read_though_the_tensor_alone_was_written(store, folder):
-    """DeepSpeed 0.16 does; a read of more than that is an error."""
+    """DeepSpeed 0.16 reads it; a longer read is an error."""
     handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), IO, store).aio_handle(intra_op_parallelism=2)
     path, tensor = str(folder / "0.tensor.swp"), tensors(1)[0]
     handle.async_pwrite(torch.zeros(1024), path)  # with its padding
@@ -107,7 +107,7 @@ def test_no_file_for_a_tensor_and_none_left_after_the_end(store, folder, tmp_pat
 
 
 class SmallVolume:
-    """Stands in for ``os.statvfs``: a volume of ``size_bytes`` that holds the files in ``folder`` alone."""
+    """Replaces ``os.statvfs``: a volume of ``size_bytes`` that has only the files in ``folder``."""
 
     f_frsize = 4096
 
@@ -152,7 +152,7 @@ def test_whether_the_page_cache_is_in_the_way_is_told(store, folder, monkeypatch
 def test_a_swap_file_says_which_program_made_it(store, folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/finetune.py"])
     monkeypatch.delenv("RANK", raising=False)
-    handle = handle_on(store)  # the store goes with its last one
+    handle = handle_on(store)  # the store is closed with its last handle
     handle.sync_pwrite(torch.ones(100), str(folder / "0.tensor.swp"))
     assert _C.storage_superblock(store.paths[0])["owner"] == owner_name() == "finetune.py"
 
@@ -172,7 +172,7 @@ def test_what_the_engines_hold_is_in_the_ledger_while_they_live(tmp_path):
     assert not ledger.entries()
     handle = handle_on(store)
     path = str(tmp_path / "zero_stage_3" / "w.tensor.swp")
-    odd = torch.arange(750_001, dtype=torch.int32).view(torch.uint8)[1:]  # at an address that O_DIRECT does not take
+    odd = torch.arange(750_001, dtype=torch.int32).view(torch.uint8)[1:]  # at an address that O_DIRECT does not accept
     handle.sync_pwrite(odd, path, 0)
     [entry] = ledger.live()
     assert (entry.owner, entry.role) == ("nvme_engine_buffers", "host")
@@ -180,7 +180,7 @@ def test_what_the_engines_hold_is_in_the_ledger_while_they_live(tmp_path):
     assert [check.agrees for check in verify_by_address([entry])] == [True]
     handle.sync_pread(out := torch.empty_like(odd), path, 0)
     assert torch.equal(out, odd)
-    assert ledger.live() == [entry]  # nothing is made on the way
+    assert ledger.live() == [entry]  # no buffer is made for it
     store.close()
     assert not ledger.live()
 
@@ -207,7 +207,7 @@ def test_one_failed_transfer_fails_the_wait_and_the_rest_is_accounted_for(store,
         handle.async_pwrite(torch.ones(1 << 20), str(folder / f"{i}.tensor.swp"), 0)
     assert handle.wait() == 2
     [path] = store.paths
-    os.truncate(path, 5 << 20)  # the second tensor's end is gone
+    os.truncate(path, 5 << 20)  # cuts off the second tensor's end
     for i in range(2):
         handle.async_pread(out[i], str(folder / f"{i}.tensor.swp"), 0)
     with pytest.raises(StorageError, match="read"):
@@ -246,7 +246,7 @@ def test_a_write_for_which_there_is_no_space_is_an_error(engine, tmp_path):
 
 
 def test_what_forward_and_backward_wait_for_goes_first(store, folder, tmp_path, monkeypatch):
-    """The handle says so: the same path has another priority for another one."""
+    """The handle sets the priority: the same path has another priority through another handle."""
     priorities = []
 
     def noting(stock):
@@ -267,7 +267,8 @@ def test_what_forward_and_backward_wait_for_goes_first(store, folder, tmp_path, 
 
 
 def test_two_stores_of_files_in_one_folder_keep_their_own(tmp_path):
-    """Two trainings of one model: DeepSpeed gives their tensors the same paths, and removes what it finds there."""
+    """Two trainings of one model: DeepSpeed gives their tensors the same
+    paths, and removes the files that it finds there."""
     stores = [SwapStore([tmp_path], IO, Ledger(), kind="file") for _ in range(2)]
     handles = [handle_on(store) for store in stores]
     path = str(tmp_path / "zero_stage_3" / "optimizer" / "rank0" / "0.tensor.swp")
@@ -298,7 +299,7 @@ def test_a_store_goes_with_its_last_user(kind, tmp_path):
     parameters.sync_pread(out := torch.empty(5000), paths[1])  # a model can be saved after its training
     assert bool((out == 1).all())
     other = handle_on(store)
-    store.retire()  # the other one's training goes on
+    store.retire()  # the training of the other handle continues
     other.sync_pwrite(torch.ones(5000), paths[0])
     assert store.paths != []
     other.end_training()
@@ -313,7 +314,7 @@ def test_a_store_goes_when_its_users_are_collected(tmp_path):
     [path] = store.paths
     del handle
     gc.collect()
-    assert any(not os.path.exists(path) for _ in range(10**6))  # in a thread of its own
+    assert any(not os.path.exists(path) for _ in range(10**6))  # another thread removes it
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_buffers_are_aligned_as_the_device_demands(store, tmp_path, monkeypatch,
 
 
 class AsyncPartitionedParameterSwapper:
-    """Buffers are known by the function of DeepSpeed that asks for them."""
+    """Our handle recognises swap buffers by the DeepSpeed function that allocates them."""
 
     @staticmethod
     def reserve_partitioned_swap_space(handle, numel):
@@ -340,7 +341,7 @@ swap_out_buffer = AsyncPartitionedParameterSwapper.reserve_partitioned_swap_spac
 
 @pytest.fixture
 def registers(tmp_path):
-    """Skips where the kernel, or the limit on locked memory, does not let a ring pin a buffer."""
+    """Skip the test if the kernel, or the limit on locked memory, does not let a ring pin a buffer."""
     with DirectTier.in_file(tmp_path, "probe") as tier:
         if not tier.register(torch.empty(1 << 20, dtype=torch.uint8)):
             pytest.skip("buffers cannot be registered here")
@@ -350,13 +351,13 @@ def registers(tmp_path):
 def test_swap_buffers_are_registered_until_they_are_freed_or_their_training_is_over(store, folder):
     handle, other = handle_on(store), handle_on(store)
     early = swap_out_buffer(handle, 100_000)
-    handle.new_cpu_locked_tensor(1000, torch.empty(0))  # of any other caller, who may drop it whenever he likes
+    handle.new_cpu_locked_tensor(1000, torch.empty(0))  # for any other caller, which may drop it at any time
     assert store.registered_bytes == 0  # no tier is open
     handle.sync_pwrite(early, str(folder / "0.tensor.swp"))
     assert store.registered_bytes == 400_000
     late = swap_out_buffer(other, 1000)
     assert store.registered_bytes == 404_000
-    assert other.free_cpu_locked_tensor(early)  # any handle knows every buffer
+    assert other.free_cpu_locked_tensor(early)  # every handle knows all buffers
     assert other.free_cpu_locked_tensor(early)
     assert store.registered_bytes == late.nbytes
     other.end_training()
@@ -368,7 +369,7 @@ def test_swap_buffers_are_registered_until_they_are_freed_or_their_training_is_o
 
 @pytest.mark.usefixtures("registers")
 def test_a_buffer_at_the_address_of_a_freed_one_is_its_own(store, folder):
-    """A ring that still knew the old pages would read into them."""
+    """A ring that still had the old pages registered would read into them."""
     handle, paths = handle_on(store), [str(folder / f"{value}.tensor.swp") for value in range(20)]
     addresses = set()
     for value, path in enumerate(paths):

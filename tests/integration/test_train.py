@@ -1,4 +1,4 @@
-"""`memascend train` as its user meets it: a twin trained on text, stopped, gone on with, evaluated, loaded, read."""
+"""`memascend train` as a user runs it: a twin trained on text, stopped, resumed, evaluated, loaded, read."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def test_the_saved_weights_evaluate_to_the_loss_that_training_printed(finished):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trained_weights_are_the_start_of_another_run(finished, tmp_path):
-    """Loaded under zero.Init, not trained (learning rate 0), evaluated: the last loss of the run that made them."""
+    """Loaded under zero.Init, not trained (learning rate 0) and evaluated: the last loss of the run that made them."""
     work = ["--data", str(finished.parent / "text"), "--files", "*.py", "--context", "32", "--learning-rate", "0"]
     evaluate = ["--steps", "1", "--eval-sequences", "2", "--eval-share", "0.1"]
     done = train(tmp_path / "run", "--model", str(finished / "model"), *work, *evaluate)
@@ -137,7 +137,7 @@ def test_a_simulated_step_and_a_measured_one_are_set_side_by_side(finished, tmp_
     rows = {(row["phase"], row["resource"]): row for row in json.loads(done.stdout)}
     for phase in ("forward", "backward", "optimizer", "step"):
         assert rows[phase, ""]["ratio"] > 0
-    read = rows["optimizer", "ssd.read"]  # a simulated step reads what a real one does
+    read = rows["optimizer", "ssd.read"]  # a simulated step reads as much as a real one
     assert read["b_amount"] == pytest.approx(read["a_amount"], rel=0.02)
 
 
@@ -157,7 +157,7 @@ def test_the_report_accounts_for_the_peak_to_the_byte(finished):
     assert held == memory["ledger_bytes"] > 0
     of_the_process = ("idle", "later_libraries", "object", "tensor", "rest")
     assert held + sum(memory[f"{part}_bytes"] for part in of_the_process) == memory["host_peak_bytes"]
-    assert memory["tensor_bytes"] > 0  # no GPU holds them here
+    assert memory["tensor_bytes"] > 0  # there is no GPU, so tensors are in host memory
     assert abs(memory["rest_bytes"]) < 0.1 * memory["host_peak_bytes"]
     assert {"gradient_flat_buffer", "parameter_pool", "optimizer_buffers"} <= {row["owner"] for row in report["ledger"]}
     assert report["summary"]["written_bytes_per_step"] > 10 * report["parameters"]
@@ -184,7 +184,7 @@ def test_a_finished_run_has_nothing_to_resume(finished):
         assert done.returncode == 0
         newest = finished / "checkpoints" / f"step-{STEPS:08d}"
         assert f"nothing to do: {newest} is at step {STEPS} of {steps}" in done.stdout
-        assert (finished / "config.yaml").read_bytes() == before  # what did nothing has asked for nothing
+        assert (finished / "config.yaml").read_bytes() == before  # a call that did nothing changes no option
 
 
 def test_a_last_evaluation_that_was_interrupted_is_made_by_a_resume(finished, tmp_path):
@@ -200,13 +200,13 @@ def test_a_last_evaluation_that_was_interrupted_is_made_by_a_resume(finished, tm
     assert done.returncode == 0, done.stdout + done.stderr
     assert evaluations(output) == evaluations(finished)
     assert losses(output) == losses(finished)
-    assert json.loads((output / "report.json").read_text())["memory"] == memory  # of the training, not of this call
+    assert json.loads((output / "report.json").read_text())["memory"] == memory  # that of the training
     assert "nothing to do" in train(output, "--resume").stdout
 
 
 @pytest.mark.slow
 def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothing(tmp_path, tmp_path_factory):
-    """Two versions of the states are then written before the first step is."""
+    """Two versions of the states are then written before the first step."""
     reference, output = finished_run(tmp_path_factory, "lohan"), tmp_path / "run"
     shutil.copytree(reference, output, symlinks=True)
     shutil.rmtree(output / "checkpoints" / f"step-{STEPS:08d}")
@@ -217,7 +217,7 @@ def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothin
 
 
 def changed_at(folder):
-    """When each file below `folder` was last written."""
+    """Return the time of the last write of each file below `folder`."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
@@ -287,7 +287,7 @@ def test_where_checkpoints_wait_changes_no_loss(finished, tmp_path_factory, more
     [("zero_offload", "today"), ("cxl", "cxl_aware"), ("zero_infinity", "as_published"), ("zero_infinity", "today")],
 )
 def test_every_system_trains_alike(tmp_path_factory, system, arm):
-    """Twelve steps with fp32 states: every loss, the evaluations and the weights at the end, to the bit."""
+    """Twelve steps with fp32 states: every loss, the evaluations and the final weights are equal bit by bit."""
     longer = ("--steps", "12")
     ours = finished_run(tmp_path_factory, "memascend", *longer)
     theirs = finished_run(tmp_path_factory, system, "--arm", arm, *longer)
@@ -300,7 +300,7 @@ def test_every_system_trains_alike(tmp_path_factory, system, arm):
 
 @pytest.fixture
 def raw_devices(request, tmp_path):
-    """As many loop devices as the parameter says, which hold one store."""
+    """Make as many loop devices as the parameter says, with one store over them."""
     if os.geteuid() != 0 or not shutil.which("losetup"):
         pytest.skip("a loop device needs root and losetup")
     devices = []
@@ -323,7 +323,7 @@ def raw_devices(request, tmp_path):
 
 
 def bytes_written_to(device):
-    """Since the machine started, as the kernel counts (512-byte sectors, whatever the device's own size)."""
+    """Return bytes written since boot, which the kernel counts in 512-byte sectors whatever the device's own size."""
     return 512 * int(Path(f"/sys/block/{Path(device).name}/stat").read_text().split()[6])
 
 
@@ -349,7 +349,7 @@ def test_a_raw_device_trains_alike_also_after_a_kill(finished, raw_devices, tmp_
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("raw_devices", [2], indirect=True)
 def test_two_ranks_share_raw_devices_and_train_alike(tmp_path_factory, raw_devices, tmp_path):
-    """Both ranks' tensors in one store over two devices, which take all that the run says it writes."""
+    """Both ranks' tensors are in one store over two devices, to which at least the reported bytes are written."""
     reference = finished_run(tmp_path_factory, "memascend", "--ranks", "2")
     output, before = tmp_path / "run", [bytes_written_to(device) for device in raw_devices]
     options = options_for(reference.parent / "text", "memascend", "--ranks", "2", "--devices", *raw_devices)
@@ -373,11 +373,11 @@ def test_arms_train_alike(finished, tmp_path_factory, arm):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_mixture_of_experts_trains_alike_and_learns(tmp_path_factory):
-    """Fused experts (transformers 5) are initialised too: under zero.Init transformers finds nothing to fill."""
+    """Fused experts (transformers 5) are initialised too: under zero.Init transformers finds no values to fill."""
     mixture = ("--model", "qwen3-30b-a3b", "--twin", "32", "--steps", "3", "--save-every", "0", "--eval-every", "0")
     ours, theirs = (finished_run(tmp_path_factory, system, *mixture) for system in ("memascend", "zero_offload"))
     assert all(math.isfinite(loss) for loss in losses(ours).values())
-    assert losses(ours)[1] < 1.2 * math.log(151936 // 32)  # of a guess among all tokens
+    assert losses(ours)[1] < 1.2 * math.log(151936 // 32)  # the loss of guessing among all tokens
     assert losses(ours) == losses(theirs)
 
 
@@ -398,7 +398,7 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
 
 
 def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_path):
-    """The SSD against plain PyTorch in memory; then a bit of one weight of the tested run is another."""
+    """The SSD is compared with plain PyTorch in memory; then one bit of a weight of the tested run is changed."""
     work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--accumulate", "2"]
     verifying = [sys.executable, "-m", "memascend.cli", "verify", *work, "--steps", "2", "--json"]
     done = forked.run([*verifying, "--output", str(tmp_path / "out")], env=environment(), timeout=280)
@@ -441,7 +441,7 @@ def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert (found["verdict"], found["reference_arm"]) == ("equal", "memascend_adamw")
-    assert "done: " not in done.stderr  # both folders are removed
+    assert "done: " not in done.stderr  # the message would name folders, and both are removed
     kinds = {name: each["tensors"] for name, each in found["tensors"].items()}
     assert len(set(kinds.values())) == 1
     assert list(kinds) == ["weights", "master weights", "first moments", "second moments", "scales of moments"]
@@ -461,7 +461,7 @@ def test_a_swap_folder_that_was_there_stays_and_one_that_a_refused_call_made_goe
 
 
 def test_a_refused_resume_leaves_a_run_as_it_was(tmp_path):
-    """Of a run that was stopped before its first step too: what was typed once is not lost."""
+    """This applies to a run that was stopped before its first step, too: the typed configuration is kept."""
     (tmp_path / "run").mkdir()
     config = f"model: llama3.2-1b\ntwin: 32\ndata: [{text_folder(tmp_path)}]\ncontext: 2000000\n"
     (tmp_path / "run" / "config.yaml").write_text(config)
@@ -483,7 +483,7 @@ def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
 
 
 def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
-    """Whatever comes out of a library: here an import that fails."""
+    """Any exception of a library is reported so; here an import fails."""
     broken = tmp_path / "broken" / "transformers"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('broken here')")

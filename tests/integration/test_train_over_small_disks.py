@@ -1,4 +1,4 @@
-"""`memascend train --tiers` over disks that are small: it trains as on large ones, or is refused before it begins."""
+"""`memascend train --tiers` over small disks trains as over large ones, or is refused before it begins."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """MemAscend's parts must not change training: same losses, same master weights, to the last bit.
 
-The reference is ZeRO-3 with CPU offload, in which no swap buffer takes part: two NVMe runs can agree and both be wrong.
+The reference is ZeRO-3 with CPU offload, which uses no swap buffer: two NVMe runs can agree and both be wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def test_at_least_ten_steps_are_applied_and_none_is_skipped(reference):
 
 @pytest.mark.slow
 def test_without_the_gather_clone_stock_deepspeed_trains_wrongly(runs, reference):
-    """The negative control: if this were equal, the comparison could not find a buffer reused while it is read."""
+    """The negative control: if this were equal, the comparison could not
+    detect a buffer that is reused while it is read."""
     with_clone = runs.record("zero_infinity", "today", *NON_REENTRANT)
     without = runs.record("zero_infinity", "today", *NON_REENTRANT, "--steps", "4", "--no-gather-clone")
     assert with_clone["losses"] == reference["losses"]
@@ -53,7 +54,7 @@ def test_bf16_equals_its_own_reference(runs):
     record = runs.record("memascend", "memascend", *options)
     assert record["losses"] == reference["losses"]
     assert record["master_weights_sha256"] == reference["master_weights_sha256"]
-    assert record["overflow_check_seconds"] == []  # DeepSpeed checks fp16 alone
+    assert record["overflow_check_seconds"] == []  # DeepSpeed checks fp16 gradients only
 
 
 @pytest.mark.slow
@@ -73,6 +74,6 @@ def test_a_run_leaves_nothing_in_shared_memory(runs):
 def test_parameters_really_live_on_the_device(runs):
     record = runs.record("memascend", "memascend")
     assert record["parameters_on_nvme"] >= 7 * 28  # seven matrices in each of 28 blocks
-    # Each step after the first (which has no Adam states yet) reads 16 B a parameter of states and gradients and
-    # 2 B for forward and for backward each, except what stays under DeepSpeed's swap limit.
+    # Each step after the first (which has no Adam states yet) reads 16 bytes of states and gradients for each
+    # parameter, and 2 bytes in forward and in backward, except for tensors below DeepSpeed's swap limit.
     assert min(record["io"]["read_bytes_per_step"][1:]) > 19 * record["twin"]["parameters"]

@@ -1,4 +1,4 @@
-"""Two trainings in one process: the second finds the disk, the threads and the descriptors that the first one found."""
+"""Two trainings in one process: the second finds the disk, the threads and the descriptors as the first one did."""
 
 from __future__ import annotations
 

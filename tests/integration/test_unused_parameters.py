@@ -15,11 +15,12 @@ OURS = {
     "direct": {"aio": "direct"},
     "file": {"aio": "file"},
     "kept": {"gradients": "host"},
-    "paths": {"gradients": "host", "tiers": ["a", "b"]},  # converted as AdamW reads them, where none is idle
+    # no expert is idle while AdamW reads, so gradients are converted then
+    "paths": {"gradients": "host", "tiers": ["a", "b"]},
 }
 ALL, FIRST, SECOND, NONE = (0, 1), (0,), (1,), ()
 FP16 = {"dtype": "fp16", "config": {"fp16": {"initial_scale_power": 4, "hysteresis": 1}}}
-# Expert 2 computes never. A gradient that is idle for 18 steps is replayed and then stored anew.
+# Expert 2 never computes. A gradient that is idle for 18 steps is replayed and then stored anew.
 SOMETIMES = tuple((used,) for used in (FIRST, ALL, SECOND, NONE, FIRST, SECOND, ALL, NONE, NONE, FIRST))
 LONG = tuple((used,) for used in (ALL, *[FIRST] * 20, SECOND, NONE))
 SOMETIMES_NOT_IN_THE_LAST = ((ALL, FIRST), (SECOND, FIRST), (FIRST, NONE), (NONE, SECOND), (ALL, ALL), (SECOND, FIRST))
@@ -37,7 +38,7 @@ CONDITIONS = {
     "pipelined": {"experts": SOMETIMES, "optimizer": PIPELINED, **FP16},
     "pipelined_long": {"experts": LONG, "optimizer": PIPELINED, "config": CLIPPED},
 }
-# Swapped alone: in kept gradients' buffer the new gradient has replaced the one that CPU offload takes.
+# Only for swapped gradients: in the buffer of kept ones the new gradient has replaced the one that CPU offload uses.
 IN_ONE_MICRO_BATCH = {"experts": SOMETIMES_NOT_IN_THE_LAST, "config": CLIPPED}
 QUICK = ("fp16", "clipped", "overflow", "accumulated")
 QUICKLY = {name: OURS[name] for name in ("direct", "kept", "paths")}
@@ -55,7 +56,7 @@ def assert_same(results, condition: str, name: str) -> None:
     expected, got = results[f"{condition}-reference"], results[f"{condition}-{name}"]
     assert "error" not in got, got
     for what in ("skipped", "losses", "norms"):
-        assert str(got[what]) == str(expected[what]), what  # as text, in which NaN equals itself
+        assert str(got[what]) == str(expected[what]), what  # as text, so that NaN equals itself
     assert {name for name, value in got["tensors"].items() if value != expected["tensors"][name]} == set()
 
 
@@ -90,7 +91,7 @@ def test_kept_gradients_refuse_what_they_have_overwritten(results):
 
 
 def test_the_reference_does_what_the_tests_are_about(results):
-    """A parameter that is never used is stepped with zeros, one that is used has moments, an overflow is skipped."""
+    """A parameter that is never used is updated with zeros, a used one has moments, and an overflow is skipped."""
     tensors = results["fp16-reference"]["tensors"]
     assert tensors["unused.weight.exp_avg"] == tensors["experts.2.weight.exp_avg_sq"] == "zero"
     assert tensors["experts.1.weight.exp_avg"] != "zero"
@@ -99,7 +100,8 @@ def test_the_reference_does_what_the_tests_are_about(results):
 
 @pytest.mark.parametrize("after", [FIRST, ALL])
 def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
-    """Neither has the gradients of before. Where the next step has its own for all, it is the uninterrupted one too."""
+    """Neither has the earlier gradients. If the next step has a gradient for
+    every expert, it equals the uninterrupted one too."""
     experts = tuple((used,) for used in (ALL, FIRST, SECOND, ALL, after, FIRST, SECOND))
     jobs = []
     for name, parts in {"reference": None, **QUICKLY}.items():

@@ -14,7 +14,7 @@ from tests.train_runs import losses, options_for, text_folder
 from tests.train_runs import train as command
 
 COUNT = 4
-# Of several lengths of text each, so that one micro-batch's labels are none of the others'.
+# The texts differ, so that the labels of one micro-batch are not those of another.
 BATCHES = [torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(n)) for n in range(3 * COUNT)]
 
 

@@ -1,4 +1,4 @@
-"""python -O leaves out asserts: DeepSpeed's transfers to NVMe stand in some, ours in none."""
+"""python -O removes asserts: some of DeepSpeed's contain its NVMe transfers, ours contain no work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for offload in ({"device": "cpu"}, {"device": "nvme", "nvme_path": sys.argv[1]})
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> subprocess.CompletedProcess[str]:
-    """Enabled in memory, and then on NVMe."""
+    """Run a script that enables memascend in memory, and then on NVMe."""
     command = [sys.executable, "-O", "-c", ENABLE, str(tmp_path_factory.mktemp("nvme"))]
     return subprocess.run(command, env=environment(0, 1, free_port()), capture_output=True, text=True, check=False)
 
@@ -40,7 +40,7 @@ def test_without_asserts_all_else_may_be_enabled(done):
 
 
 def test_no_assert_of_the_library_does_anything():
-    """None of them calls a function, but for the few that only look."""
+    """They call no function except for a few without side effects."""
     looks = {"all", "any", "isinstance", "len", "str"}
     found = []
     for path in sorted((Path(__file__).parents[2] / "memascend").rglob("*.py")):

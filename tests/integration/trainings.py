@@ -2,7 +2,7 @@
 
 JOBS is a JSON list of :class:`Job` fields, RESULTS receives one result for each. With several ranks every rank runs the
 same list, under torchrun's environment variables, and rank 0 writes. One process runs many trainings because importing
-DeepSpeed and transformers takes longer than a training does.
+DeepSpeed and transformers takes longer than a training.
 """
 
 from __future__ import annotations
@@ -47,22 +47,28 @@ SEQUENCE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training. ``layers`` cuts the twin's depth; ``config`` is merged into the DeepSpeed configuration, from which
-    ``leave_out`` (dotted keys) are then removed; ``model_config`` is merged into the model's.
+    """One training.
 
-    ``overflow_at``: the step (from 0) whose loss is multiplied by infinity. ``freeze``: parts of names of parameters
-    that do not train. ``checkpoint``: a folder; the training saves there after each number of steps in ``save_at``,
-    with ``resume`` it starts from there; ``die_at_sync``: in the last of these saves the process is killed at that
-    fsync. ``minimum_swap_bytes``: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled). ``seed`` chooses
-    the text, ``init_seed`` the first weights. ``evaluate_first``: a forward pass in evaluation precedes the steps.
-    ``lose_path``: (step, folder), which is removed before that step; ``rehome_at``: the step before which all
-    sub-groups are told to move to the first path; ``die_at_move``: the process is killed when so many tensors have
-    moved, or ``die_after_s`` later. ``path_fault``: (step, folder, kind, after): from so many transfers after the begin
-    of that step on, the path in that folder fails with EIO in writes (``eio``), has no room (``full``), hangs
-    (``hang``) or is gone (``vanish``); ``disturbed``: it is measured as a thousandth of the others at the
-    start, and as it is from that step on. ``heal_at``: the step from which on it works again; what is tried
-    beside training has then ended before each step.
-    ``built``: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
+    Attributes:
+        layers: reduces the twin's depth.
+        config: merged into the DeepSpeed configuration, from which ``leave_out`` (dotted keys) are then removed.
+        model_config: merged into the model's configuration.
+        overflow_at: the step (from 0) whose loss is multiplied by infinity.
+        freeze: parts of names of parameters that are not trained.
+        checkpoint: a folder. The training saves there after each number of steps in ``save_at``; with ``resume`` it
+            starts from there. ``die_at_sync``: in the last of these saves the process is killed at that fsync.
+        minimum_swap_bytes: smaller tensors stay in memory (default: DeepSpeed's 1 MiB, scaled).
+        seed: chooses the text; ``init_seed`` the initial weights.
+        evaluate_first: a forward pass in evaluation mode precedes the steps.
+        lose_path: (step, folder); the folder is removed before that step.
+        rehome_at: before this step all sub-groups are moved to the first path. ``die_at_move``: the process is killed
+            when so many tensors have moved, or ``die_after_s`` seconds later.
+        path_fault: (step, folder, kind, after): once so many transfers have passed after the start of that step, the
+            path in that folder fails with EIO in writes (``eio``), is full (``full``), hangs (``hang``) or is gone
+            (``vanish``). With ``disturbed`` it is measured as a thousandth of the others at the start, and correctly
+            from that step on.
+        heal_at: from this step on the path works again; probes in the background have then ended before each step.
+        built: the model is made under ``zero.Init``, or ``outside`` of it, or by ``transformers`` as in its Trainer.
     """
 
     name: str
@@ -101,7 +107,7 @@ class Job:
 def train_all(
     jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 600, python: Path | str = sys.executable
 ) -> dict[str, dict[str, Any]]:
-    """Run ``jobs`` in one process per rank; results by name. A crash fails the test with the end of its log.
+    """Run ``jobs`` in one process per rank; return results by name. A crash fails the test with the end of its log.
 
     ``python``: the interpreter of the environment whose DeepSpeed trains.
     """
@@ -149,7 +155,8 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _initialise_experts(modeling: Any) -> None:
-    """Fused experts are bare ``torch.empty``, filled after construction: under zero.Init when they are partitioned."""
+    """Initialise fused experts, which are bare ``torch.empty`` and filled after
+    construction, when they are already partitioned under zero.Init."""
     import torch
 
     for name, experts in vars(modeling).items():
@@ -165,7 +172,7 @@ def _initialise_experts(modeling: Any) -> None:
 
 
 def _fix_reading_of_016(optimizer: Any) -> None:
-    """DeepSpeed 0.16 reads swapped master weights by a call that leaves an argument out."""
+    """Repair DeepSpeed 0.16, which reads swapped master weights by a call that omits an argument."""
     for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
         call = getattr(optimizer, name)
         if inspect.signature(call).parameters["timer_names"].default is inspect.Parameter.empty:
@@ -281,7 +288,7 @@ class Training:
         return None if cache is None else dataclasses.asdict(cache.statistics) | {"saved": cache.record.tensors}
 
     def _faulty_path(self) -> Any:
-        """The faults of the path that the job names, before it is opened."""
+        """Put faults below the path that the job names, before it is opened."""
         if self.job.path_fault is None:
             return None
         from memascend import _C
@@ -347,7 +354,7 @@ class Training:
         from memascend.integrations.huggingface import causal_lm
 
         Init.param_id = 0
-        # A class that is first imported under zero.Init loses its wrapped __init__.
+        # If this class were first imported under zero.Init, it would lose its wrapped __init__.
         kind = self.model_config["model_type"]
         _initialise_experts(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"))
         torch.manual_seed(self.job.init_seed)
@@ -365,13 +372,14 @@ class Training:
         return deepspeed.initialize(model=model, model_parameters=trainable, config=self.config)[0]
 
     def _built_by_transformers(self, dtype: Any) -> Any:
-        """As under its Trainer: its own initialisation gathers a module's parameters together."""
+        """Build the model as under the Trainer of transformers: its own
+        initialisation gathers a module's parameters together."""
         import transformers
         from transformers.integrations import HfDeepSpeedConfig
 
         fields = dict(self.model_config)
         model_config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
-        announced = HfDeepSpeedConfig(self.config)  # in force as long as it lives
+        announced = HfDeepSpeedConfig(self.config)  # in force as long as this object exists
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         del announced
         return model
@@ -398,7 +406,7 @@ class Training:
         return client_state["step"]
 
     def _step(self, engine: Any, step: int) -> list[float]:
-        """One optimizer step; the loss of each micro-batch."""
+        """Run one optimizer step; return the loss of each micro-batch."""
         losses = []
         for micro in range(self.job.micro_steps):
             ids = self._batch(step * self.job.micro_steps + micro)
@@ -417,7 +425,7 @@ class Training:
         engine.train()
 
     def _batch(self, index: int) -> Any:
-        """The next window of characters, each rank its own; ``seed`` moves the beginning."""
+        """Return the next window of characters, a different one for each rank; ``seed`` moves the start."""
         import torch
 
         text = torch.frombuffer(bytearray(inspect.getsource(text_source), "ascii"), dtype=torch.uint8)
@@ -426,7 +434,7 @@ class Training:
         return text[begin : begin + SEQUENCE].long()[None]
 
     def _hash(self, engine: Any) -> str:
-        """Of the master weights of what trains, and of the 16-bit weights of what is frozen."""
+        """Return a hash of the master weights of trained parameters and of the 16-bit weights of frozen ones."""
         import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -457,7 +465,7 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     rank = int(os.environ["RANK"])
     out = []
-    shared = results.parent / "nvme"  # every rank writes into folders of its own under it
+    shared = results.parent / "nvme"  # every rank writes into its own folders under it
     shared.mkdir(exist_ok=True)
     for fields in json.loads(jobs.read_text()):
         nvme = shared / fields["name"]
@@ -473,7 +481,7 @@ def main() -> None:
             json.dump(out, f)
         os.replace(name, results)
     sys.stdout.flush()
-    os._exit(0)  # DeepSpeed's teardown of a second engine may touch what is gone
+    os._exit(0)  # DeepSpeed's teardown of a second engine may touch freed objects
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trainings of a small model with parameters that get a gradient always, sometimes or never, several in one process.
 
 Started as ``python unused_parameter_trainings.py JOBS RESULTS`` by :func:`train_all`. A :class:`Job` says which experts
-compute in which micro batch; all ranks agree on it, because ZeRO-3 reduces each gradient over all of them.
+compute in which micro-batch; all ranks agree on it, because ZeRO-3 reduces each gradient over all of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from memascend.memory import run_buffers  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
 
-WIDTH, HIDDEN, EXPERTS = 60, 67, 3  # odd, so that pieces of gradients end anywhere
+WIDTH, HIDDEN, EXPERTS = 60, 67, 3  # odd, so that pieces of gradients end at any place
 NVME = {"device": "nvme", "pin_memory": True}
 LARGEST_IN_MEMORY = 4096  # bytes; smaller gradients and sub-groups are not swapped
-CONVERTED_AT_ONCE = 1024  # elements; a sub-group is several pieces and a rest
+CONVERTED_AT_ONCE = 1024  # elements; a sub-group is several pieces and a remainder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """One training: ``experts[step][micro batch]`` are the experts that compute; others get no gradient.
 
-    ``parts`` None: DeepSpeed with the optimizer in memory, the reference; else the section "memascend" with both
-    offloads on NVMe; ``tiers`` in it are names of folders. ``scales[step]`` multiplies the loss. ``set_gradient_at``:
-    in that step the gradient of expert 0's weight is set to another one before it is applied. ``save_at``: after that
-    many steps a checkpoint is saved in ``checkpoint``; with ``resume`` the training starts from it.
+    With ``parts`` None it is the reference, DeepSpeed with the optimizer in memory; otherwise ``parts`` is the section
+    "memascend", with both offloads on NVMe, and ``tiers`` in it are names of folders. ``scales[step]`` multiplies the
+    loss. ``set_gradient_at``: in that step the gradient of expert 0's weight is replaced by another one before it is
+    applied. ``save_at``: after that many steps a checkpoint is saved in ``checkpoint``; with ``resume`` the training
+    starts from it.
     """
 
     name: str
@@ -60,9 +61,10 @@ class Job:
 
 
 def train_all(jobs: list[Job], folder: Path, ranks: int = 1, timeout_s: float = 300) -> dict[str, dict[str, Any]]:
-    """Results by name, of rank 0: losses, norms, and for each parameter the hashes of weight and moments.
+    """Return rank 0's results by name: losses, norms, and for each parameter the hashes of weight and moments.
 
-    A job that raises leaves {"error": the message, "trace": where}; with several ranks it is an AssertionError.
+    The result of a job that raises is {"error": the message, "trace": where}; with several ranks it is an
+    AssertionError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
@@ -143,7 +145,7 @@ class Training:
     def run(self) -> dict[str, Any]:
         import memascend
 
-        # Without parts of its own a training has the repairs that DeepSpeed needs on a CPU, and is DeepSpeed otherwise.
+        # Without our parts a training has only the repairs that DeepSpeed needs on a CPU.
         stock = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
         parts = stock if self.job.parts is None else dict(self.job.parts)
         if "tiers" in parts:
@@ -246,7 +248,7 @@ def main() -> None:
         results.write_text(json.dumps(out))
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # DeepSpeed's teardown of a second engine may touch what is gone
+    os._exit(0)  # DeepSpeed's teardown of a second engine may touch freed objects
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The device `late` for tests of what computes on an accelerator, on machines that have none: see late_device.cpp."""
+"""The device `late`, for tests of accelerator code on machines without one: see late_device.cpp."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ NAME = "memascend_late_device"
 
 
 def compiled() -> Any:
-    """The extension. torch waits for ever for the lock of a compile that was killed: it is removed, by who alone may
-    compile."""
+    """Compile and load the extension.
+
+    torch waits forever for the lock of a compilation that was killed. The one process that may compile removes it
+    first.
+    """
     folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
     with (folder / "one-at-a-time").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
@@ -28,7 +31,7 @@ def compiled() -> Any:
 
 @cache
 def late_device() -> torch.device:
-    """`late:0`, known to torch from now on as `torch.late`; compiled once and kept in the user's cache."""
+    """Return `late:0`, which torch then knows as `torch.late`; it is compiled once and kept in the user's cache."""
     core = compiled()
 
     class Event:
@@ -66,7 +69,7 @@ def late_device() -> torch.device:
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
-    module.get_rng_state = lambda device=None: torch.get_rng_state()  # its operators are the CPU's
+    module.get_rng_state = lambda device=None: torch.get_rng_state()  # its operators run on the CPU
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module._is_in_bad_fork, module.manual_seed_all = lambda: False, lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

@@ -1,4 +1,5 @@
-"""What tests/unit/test_streaming_on_a_device.py runs in a process of its own: the device, and the engine on it."""
+"""Tests of the device and of the engine on it, which
+tests/unit/test_streaming_on_a_device.py runs in a separate process."""
 
 import copy
 import gc
@@ -37,12 +38,12 @@ def test_the_device_copies_as_late_as_it_may_and_forgets_what_is_freed():
     event = stream.record_event()
     assert not event.query()
     assert target.cpu().isnan().all()
-    host.fill_(2.0)  # too early: it is this that is copied
+    host.fill_(2.0)  # too early: the device copies this value
     event.synchronize()
     assert event.query()
     assert target.cpu().eq(2.0).all()
     copied = copies.to_device(other := torch.full((8,), 3.0), target, copies.mark())
-    assert target.add(0).cpu().eq(other).all()  # what computes has waited for it
+    assert target.add(0).cpu().eq(other).all()  # computation has waited for the copy
     assert copied.query()
 
 
@@ -69,9 +70,10 @@ def test_device_memory_does_not_grow_with_the_depth(tmp_path):
         torch.late.core.forget_peak()
         on_the_cpu.train(ours, engine, batches(2))
         peaks.append(torch.late.core.most_allocated_bytes() - before)
-        waiting = engine.updates.most_waiting_bytes  # of gradients, as far as the updates are behind
+        waiting = engine.updates.most_waiting_bytes  # of gradients, by which the updates lag behind
         engine.close(destroy=True)
-    assert peaks[1] <= peaks[0] + waiting  # inputs of blocks wait on the tier; weights and gradients come and go
+    # inputs of blocks are offloaded to the tier; weights and gradients are temporary
+    assert peaks[1] <= peaks[0] + waiting
 
 
 @pytest.mark.parametrize("elements", [1 << 14, 1 << 16])
@@ -108,7 +110,7 @@ def test_whenever_copies_end_the_bits_are_the_same(tmp_path, late):
             expected.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        assert losses == pytest.approx(expected, rel=1e-5)  # the norm's sums have another order there
+        assert losses == pytest.approx(expected, rel=1e-5)  # the norm is summed in another order there
         engine.close(destroy=True)
     finally:
         torch.late.core.set_lateness(3)

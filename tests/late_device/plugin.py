@@ -1,7 +1,7 @@
-"""A pytest plugin: tests of the streaming engine, written for the CPU, with their models and batches on `late`.
+"""A pytest plugin that runs tests of the streaming engine, written for the CPU, with models and batches on `late`.
 
-`pytest -p tests.late_device.plugin tests/unit/test_streaming_engine.py`, in a process of its own: torch knows the
-device from then on.
+`pytest -p tests.late_device.plugin tests/unit/test_streaming_engine.py`, in a separate process: torch knows the device
+from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.late_device import late_device
 
 
 def on_host(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """That optimizer of copies in host memory, as the engine has them, for parameters on the device."""
+    """Return an optimizer class for device parameters that updates copies in host memory, as the engine does."""
 
     class OnHost(kind):  # type: ignore[valid-type, misc]
         def __init__(self, parameters: Any, **settings: Any) -> None:
@@ -52,7 +52,7 @@ def _on_late(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved(model: torch.nn.Module) -> torch.nn.Module:
-    """Tied parameters stay tied: for a device of this kind torch makes new ones."""
+    """Move the model, keeping tied parameters tied: torch would make separate ones for a device of this kind."""
     before = dict(model.named_parameters(remove_duplicate=False))
     model.to(late_device())
     first: dict[torch.nn.Parameter, torch.nn.Parameter] = {}

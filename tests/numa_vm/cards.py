@@ -1,7 +1,7 @@
-"""Emulated CXL type-3 cards brought up as memory, as an administrator without the `cxl` tool does it: by sysfs.
+"""Brings up emulated CXL type-3 cards as memory through sysfs, as an administrator without the `cxl` tool does.
 
-For each window of the host bridge a region of volatile memory over one card; its dax device becomes memory of a node of
-its own (dax_cxl, kmem). In the guest alone: this changes the machine that it runs on.
+For each window of the host bridge this creates a region of volatile memory over one card; its dax device becomes the
+memory of a separate node (dax_cxl, kmem). Only for the guest: this changes the machine that it runs on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _say(path: Path, value: object) -> None:
 
 
 def bring_up() -> tuple[int, ...]:
-    """Numbers of the nodes that the cards are, in ascending order. RuntimeError that names a step that was refused."""
+    """Return the numbers of the cards' nodes in ascending order. RuntimeError that names a refused step."""
     windows = sorted(DEVICES.glob("decoder0.*"))
     endpoints = [path for path in DEVICES.glob("decoder*.0") if (path / "dpa_size").exists()]  # a card's first decoder
     if not windows or not endpoints:
@@ -36,7 +36,7 @@ def bring_up() -> tuple[int, ...]:
     while time.monotonic() < until:
         cards = [node for node in Topology.read().memory_only if node.total_bytes]
         total = sum(node.total_bytes for node in cards)
-        if len(cards) == len(windows) and total == before:  # block by block, in turn
+        if len(cards) == len(windows) and total == before:  # they come online block by block, one card after the other
             return tuple(node.number for node in cards)
         before = total
         time.sleep(0.5)
@@ -44,14 +44,14 @@ def bring_up() -> tuple[int, ...]:
 
 
 def _region(window: Path, endpoints: list[Path], size: int) -> Path:
-    """Bring up a region of `size` bytes in this window, over the card behind it; its endpoint."""
+    """Bring up a region of `size` bytes in this window, over the card behind it; return the card's endpoint."""
     name = (window / "create_ram_region").read_text().strip()
     _say(window / "create_ram_region", name)
     region = DEVICES / name
     for option, value in (("interleave_granularity", 256), ("interleave_ways", 1), ("size", size)):
         _say(region / option, value)
     refused = []
-    for endpoint in endpoints:  # which card lies behind which window is not in their order
+    for endpoint in endpoints:  # endpoints are not in the order of their windows
         _say(endpoint / "mode", "ram")
         _say(endpoint / "dpa_size", size)
         try:

@@ -2,8 +2,8 @@
 
     python -m tests.numa_vm.images        # once (make numa-guest); some 125 MB are downloaded, 60 MB kept
 
-A private apt configuration asks the archive that this machine's own sources name, and its backports, so it works
-without root and leaves the machine's lists alone. What was made is kept in the user's cache (MEMASCEND_CACHE).
+A private apt configuration uses the archive that this machine's own sources name, and its backports, so it works
+without root and leaves the machine's lists alone. The results are kept in the user's cache (MEMASCEND_CACHE).
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Weighted interleaving of pages came with 6.9, the `auto` weights that are read where they exist with 6.16.
+# Weighted interleaving of pages came with 6.9; the `auto` weights, which are read if they exist, with 6.16.
 LEAST_KERNEL = (6, 9)
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-# What the guest needs to see the host's files under a layer of its own, and for a file system on a loop device; their
+# Modules by which the guest sees the host's files under an overlay, and for a file system on a loop device; their
 # dependencies are found in the files.
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "loop", "crc32c_generic", "ext4")
-# And what makes memory of CXL cards, where the kernel's line asks for it.
+# Modules that turn CXL cards into memory, if the kernel's command line asks for it.
 CARD_MODULES = ("cxl_acpi", "cxl_pci", "cxl_mem", "device_dax", "kmem", "dax_cxl")
 CARDS_WANTED = "memascend.cards=1"
 QEMU = "qemu-system-x86_64"
 LEAST_QEMU = (8, 2)  # cards of volatile memory came with 8.1
-FORMAT = 3  # of what is kept; another number makes it anew
+FORMAT = 3  # format of the kept files; they are made anew if it differs
 MAKE = "make numa-guest"
-# Of apt: `Inst NAME (VERSION ORIGIN)`, or with the version that is installed in brackets before it.
+# Output of apt: `Inst NAME (VERSION ORIGIN)`, or with the installed version in brackets before it.
 _INSTALLED = re.compile(r"^Inst (\S+)(?: \[\S+\])? \((\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Files of a guest. `qemu_folder` None: the QEMU that is installed; `packages` as they were downloaded."""
+    """Files of a guest. `qemu_folder` is None for an installed QEMU;
+    `packages` are the names of the downloaded packages."""
 
     kernel: Path
     initramfs: Path
@@ -53,14 +54,14 @@ class Images:
         return str(self.qemu_folder / "usr/bin" / QEMU) if self.qemu_folder else QEMU
 
     def environment(self) -> dict[str, str]:
-        """For QEMU's process: its libraries, where they are not the machine's."""
+        """Return the environment of QEMU's process, with its libraries if it is not the installed one."""
         if self.qemu_folder is None:
             return dict(os.environ)
         folders = [self.qemu_folder / "usr/lib/x86_64-linux-gnu", self.qemu_folder / "lib/x86_64-linux-gnu"]
         return os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, folders))}
 
     def firmware(self) -> list[str]:
-        """QEMU's options that say where its firmware lies."""
+        """Return QEMU's options for the folders of its firmware."""
         if self.qemu_folder is None:
             return []
         return [word for name in ("qemu", "seabios") for word in ("-L", str(self.qemu_folder / "usr/share" / name))]
@@ -72,7 +73,7 @@ def cache_folder() -> Path:
 
 
 def images() -> Images | None:
-    """What `make numa-guest` has made; None where it has not, or an older version of it."""
+    """Return what `make numa-guest` has made, or None if it is missing or of an older format."""
     folder = cache_folder()
     try:
         made = json.loads((folder / "images.json").read_text(encoding="utf-8"))
@@ -89,7 +90,7 @@ def images() -> Images | None:
 
 
 def prepare() -> Images:
-    """The images, made where they are missing. ValueError, in one line, where they cannot be had here."""
+    """Return the images, making them if they are missing. ValueError, in one line, if they cannot be had here."""
     if (found := images()) is not None:
         return found
     codename = _debian()
@@ -112,7 +113,7 @@ def prepare() -> Images:
 
 
 def _debian() -> str:
-    """The code name of this release of Debian."""
+    """Return the code name of this release of Debian."""
     release = dict(re.findall(r'^(\w+)="?([^"\n]*)', Path("/etc/os-release").read_text(), re.MULTILINE))
     tools = [tool for tool in ("apt-get", "dpkg") if shutil.which(tool) is None]
     if release.get("ID") != "debian" or tools or os.uname().machine != "x86_64":
@@ -124,7 +125,7 @@ def _debian() -> str:
 
 
 class _Apt:
-    """apt with a configuration, lists and a cache of its own."""
+    """apt with its own configuration, lists and cache."""
 
     def __init__(self, config: Path, codename: str) -> None:
         self.codename = codename
@@ -163,7 +164,7 @@ def _private_apt(folder: Path, codename: str) -> Iterator[_Apt]:
 
 
 def _archive(codename: str) -> str:
-    """The URI that this machine's own sources give for its release, in either of apt's two forms."""
+    """Return the URI that this machine's own sources give for its release, in either of apt's two formats."""
     root = Path("/etc/apt")
     files = [root / "sources.list", *sorted(root.glob("sources.list.d/*"))]
     for path in files:
@@ -179,7 +180,8 @@ def _archive(codename: str) -> str:
 
 
 def _download(apt: _Apt, folder: Path) -> list[str]:
-    """The kernel that is new enough, busybox, and QEMU with what it needs where it is not installed: file names."""
+    """Download a kernel that is new enough, busybox, and QEMU with its
+    dependencies if it is not installed; return file names."""
     folder.mkdir()
     wanted = [_kernel_package(apt), "busybox-static"]
     if not _qemu_is_new_enough():
@@ -199,7 +201,7 @@ def _qemu_is_new_enough() -> bool:
 
 
 def _kernel_package(apt: _Apt) -> str:
-    """name=version of the oldest kernel that is new enough."""
+    """Return name=version of the oldest kernel that is new enough."""
     found = []
     for line in apt("apt-cache", "madison", "linux-image-amd64").splitlines():
         version = line.split("|")[1].strip()
@@ -215,7 +217,7 @@ def _kernel_package(apt: _Apt) -> str:
 
 
 def _unpack(packages: Path, made: Path) -> bool:
-    """Kernel, initramfs and QEMU into `made`; whether QEMU is among them."""
+    """Unpack kernel, initramfs and QEMU into `made`; return whether QEMU is among them."""
     kernel, busybox = packages / "kernel", packages / "busybox"
     own_qemu = False
     for path in packages.glob("*.deb"):
@@ -238,7 +240,7 @@ def _unpack(packages: Path, made: Path) -> bool:
 
 
 def modules(kernel: Path, wanted: tuple[str, ...]) -> list[Path]:
-    """Files of modules and of what they depend on, each after its own; those built into the kernel have none."""
+    """Return the files of modules, each after the modules that it depends on; built-in modules have none."""
     files = {re.sub(r"\.ko(\.xz)?$", "", path.name).replace("-", "_"): path for path in kernel.rglob("*.ko*")}
     ordered: list[Path] = []
 
@@ -258,7 +260,7 @@ def modules(kernel: Path, wanted: tuple[str, ...]) -> list[Path]:
 
 
 def cpio(contents: dict[str, bytes]) -> bytes:
-    """An archive of the `newc` form, which a kernel unpacks, with the folders that the files are in."""
+    """Return an archive of the `newc` format, which a kernel unpacks, with the folders that the files are in."""
     folders = sorted({str(parent) for name in contents for parent in Path(name).parents} - {"."})
     entries = [(name, 0o040755, b"") for name in folders]
     entries += [(name, 0o100755, data) for name, data in contents.items()] + [("TRAILER!!!", 0, b"")]
@@ -272,7 +274,7 @@ def cpio(contents: dict[str, bytes]) -> bytes:
     return bytes(archive)
 
 
-# The guest's first process. The host's files are seen under a layer that forgets; /out is the one folder that is kept.
+# The guest's first process. It sees the host's files under a temporary overlay; only /out is kept.
 INIT = """#!/bin/busybox sh
 B=/bin/busybox
 $B mkdir -p /proc /sys /dev /host /layer /new

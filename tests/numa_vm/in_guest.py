@@ -1,7 +1,7 @@
-"""Tests marked numa_vm on a machine with one node: they run in one guest, and are reported here as if they ran here.
+"""Runs tests marked numa_vm in a guest if the machine has one node, and reports them as if they ran here.
 
-The guest's pytest writes each report as a line (`write_reports`); the host's boots the guest before the first test
-and hands their reports on, so `pytest -m numa_vm` reads as it does on a machine that has the nodes.
+The guest's pytest writes each report as a line (`write_reports`). The host boots the guest before the first test and
+passes its reports on, so `pytest -m numa_vm` reads as on a machine that has the nodes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import pytest
 from tests.numa_vm.images import MAKE, images
 from tests.numa_vm.machine import CARDS, NODES, TWO_PROCESSORS, boot
 
-GUESTS = {"test_two_processors.py": TWO_PROCESSORS, "test_cards.py": CARDS}  # files with a guest of their own
+GUESTS = {"test_two_processors.py": TWO_PROCESSORS, "test_cards.py": CARDS}  # files with a separate guest
 REPORTS = "MEMASCEND_GUEST_REPORTS"  # in the guest: the file that reports are written to
-TIMEOUT_S = 900.0  # a busy machine emulates slowly; about a minute and a half on one that is not
-# Where the guest has file systems of its own, so that what lies there here is not seen.
+TIMEOUT_S = 900.0  # emulation is slow on a busy machine; on an idle one it takes about a minute and a half
+# The guest has its own file systems here, so the host's files below them are not visible.
 _HIDDEN = tuple(map(Path, ("/tmp", "/proc", "/sys", "/dev", "/out")))
 _KEPT = ("PYTHONPATH", "LANG", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE")
 
 
 def missing(config: pytest.Config) -> str | None:
-    """Why no guest can run the tests of this session, or None."""
+    """Return why no guest can run the tests of this session, or None."""
     if hasattr(config, "workerinput"):
         return "one NUMA node here, and one guest a session: run without -n (make numa-test)"
     if "numa_vm" not in (config.option.markexpr or ""):
@@ -42,7 +42,7 @@ def missing(config: pytest.Config) -> str | None:
 
 
 class Guest:
-    """Where `items` run, all at once."""
+    """The guests in which `items` run, all at once."""
 
     def __init__(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self._config = config
@@ -54,21 +54,21 @@ class Guest:
         return item.nodeid in self._wanted
 
     def reports(self, item: pytest.Item) -> list[pytest.TestReport]:
-        """Of set-up, call and tear-down; one that failed where the guest never came to the test."""
+        """Return the reports of set-up, call and tear-down, or a failed one if the guest did not get to the test."""
         found = self._reports.get(item.nodeid)
         if found is None:
             words = f"the guest ended before this test; its last words:\n{self._console[-3000:]}"
             return [pytest.TestReport(item.nodeid, item.location, {}, "failed", words, "call")]
         made = [self._config.hook.pytest_report_from_serializable(config=self._config, data=data) for data in found]
         for report in made:
-            if isinstance(report.longrepr, list):  # where and why it was skipped: a tuple before it was JSON
+            if isinstance(report.longrepr, list):  # where and why it was skipped: JSON turned the tuple into a list
                 report.longrepr = tuple(report.longrepr)
         return made
 
     def run(self) -> None:
-        """Boot one guest of each kind that is wanted, and read what the tests in there reported.
+        """Boot one guest of each kind that is needed, and read what its tests reported.
 
-        One after the other: side by side a guest's second processor is kept waiting by the other guest.
+        They run one after the other: side by side, a guest's second processor would have to wait for the other guest.
         """
         start = time.monotonic()
         groups: dict[str, list[str]] = {}
@@ -93,7 +93,7 @@ class Guest:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "MALLOC_MMAP_THRESHOLD_": "65536",
-                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # seconds of imports each
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # their imports take seconds each
                 REPORTS: "/out/reports",
             }
             options = ["-m", "numa_vm", "--run-slow", "-q", "--timeout", "0", "-p", "no:cacheprovider"]
@@ -114,7 +114,7 @@ class Guest:
 
 
 def replay(guest: Guest, item: pytest.Item) -> None:
-    """One test's part of the session, from the guest's reports."""
+    """Report one test of the session from the guest's reports."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in guest.reports(item):
         item.ihook.pytest_runtest_logreport(report=report)

@@ -1,9 +1,11 @@
-"""One boot of a guest, of three kinds. NODES: a processor with 3 GiB, and two nodes of 256 MiB without processors, as
-CXL cards are. TWO_PROCESSORS: a second processor, on a node without memory, which the second card is nearest to. CARDS:
-a processor with 3 GiB and two emulated CXL type-3 cards of 256 MiB, which are memory when somebody has brought them up.
+"""Boots a guest, which is one of three kinds.
 
-The processor is emulated (no KVM is needed, none is used), so nothing in here may be timed. The host's files are there,
-read-only under a layer that is forgotten; what the command leaves in /out comes back.
+NODES: a processor with 3 GiB, and two nodes of 256 MiB without processors, as CXL cards are. TWO_PROCESSORS: a second
+processor, on a node without memory, which is nearest to the second card. CARDS: a processor with 3 GiB and two emulated
+CXL type-3 cards of 256 MiB, which become memory when they are brought up.
+
+The processor is emulated (KVM is neither needed nor used), so nothing in the guest may be timed. The host's files are
+visible read-only under a temporary overlay; the files that the command leaves in /out are returned.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from pathlib import Path
 
 from tests.numa_vm.images import CARDS_WANTED, Images
 
-# MiB by node; the first has the processor. Distances are the firmware's (SLIT); HMAT gives ns, and MB/s.
+# MiB by node; the first has the processor. Distances are the firmware's (SLIT); HMAT is in ns and MB/s.
 NODES_MIB = (3072, 256, 256)
 DISTANCES = {(0, 1): 20, (0, 2): 24, (1, 2): 28}
 LATENCY_NS = (100, 200, 250)
 BANDWIDTH_MB_PER_S = (100_000, 25_000, 25_000)
 NODES, TWO_PROCESSORS, CARDS = "nodes", "two processors", "cards"
-# The init loads the cards' modules; their memory is for what can move, and not for the kernel's own.
+# The init process loads the cards' modules; only movable pages, not the kernel's own, may use their memory.
 CARD_WORDS = f" {CARDS_WANTED} memhp_default_state=online_movable"
 SECOND_PROCESSOR_DISTANCES = {(0, 3): 32, (1, 3): 36, (2, 3): 15}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command in the guest came to; `status` None where the guest ended without saying."""
+    """How a command in the guest ended; `status` is None if the guest ended without reporting it."""
 
     status: int | None
     console: str
@@ -40,7 +42,7 @@ class Outcome:
 def _machine_options(kind: str) -> list[str]:
     if kind == CARDS:
         return _card_options()
-    # With a node that has no memory the kernel takes QEMU's HMAT for invalid.
+    # With a node that has no memory the kernel considers QEMU's HMAT invalid.
     alone = kind == NODES
     options = ["-cpu", "max", "-smp", "1" if alone else "2", "-M", f"q35,hmat={'on' if alone else 'off'}"]
     options += ["-m", f"{sum(NODES_MIB)}M"]
@@ -62,7 +64,7 @@ def _machine_options(kind: str) -> list[str]:
 
 
 def _card_options() -> list[str]:
-    # Beneath a hypervisor the kernel refuses to write back the caches of memory that comes and goes.
+    # Under a hypervisor the kernel refuses to flush CPU caches for memory that is added or removed.
     options = ["-cpu", "max,-hypervisor", "-smp", "1", "-m", f"{NODES_MIB[0]}M,maxmem=8G,slots=4"]
     words = ["q35,cxl=on"]
     devices = []
@@ -76,7 +78,7 @@ def _card_options() -> list[str]:
 
 
 def command_line(images: Images, out: Path, kind: str = NODES) -> list[str]:
-    """QEMU's, with `out` as the guest's /out."""
+    """Return QEMU's command line, with `out` as the guest's /out."""
     share = "security_model=none,multidevs=remap"
     folders = []
     for tag, where in (("hostroot", "path=/,readonly=on"), ("out", f"path={out}")):
@@ -104,10 +106,10 @@ def boot(
     timeout_s: float,
     kind: str = NODES,
 ) -> Outcome:
-    """Run `command` in a guest of its own.
+    """Run `command` in a new guest.
 
-    `out` is a folder without commas in its path; the guest's /out.
-    Raises TimeoutError, with the end of what the console said, where the guest does not end in time.
+    `out` becomes the guest's /out; its path must not contain commas. Raises TimeoutError, with the end of the console's
+    output, if the guest does not end in time.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
     script = f"{exports}ulimit -l unlimited\ncd {shlex.quote(str(cwd))} || exit 97\nexec {shlex.join(command)}\n"

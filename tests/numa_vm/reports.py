@@ -1,4 +1,4 @@
-"""A plugin for the guest's pytest: every report as a line of JSON, where the host reads it."""
+"""A plugin for the guest's pytest that writes every report as a line of JSON, which the host reads."""
 
 import json
 import os

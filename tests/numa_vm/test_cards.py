@@ -1,6 +1,6 @@
-"""Emulated CXL type-3 cards that the guest's kernel makes memory of: placement on what is CXL down to the registers.
+"""Emulated CXL type-3 cards that the guest's kernel turns into memory: placement on CXL down to the registers.
 
-Each access to a card's memory goes through QEMU's decoders, some 2 MiB per second: everything here is small.
+Each access to a card's memory goes through QEMU's decoders, some 2 MiB per second, so all sizes are small.
 """
 
 import os
@@ -25,7 +25,7 @@ ELEMENTS = 16 * KIB
 
 @pytest.fixture(scope="module")
 def nodes():
-    """The node of the processor, and those of two cards that this brings up."""
+    """Return the processor's node, and those of two cards that this fixture brings up."""
     if REPORTS not in os.environ:
         pytest.skip("cards are brought up in a guest alone, never on a machine that somebody uses")
     return 0, *cards.bring_up()

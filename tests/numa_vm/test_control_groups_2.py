@@ -1,4 +1,5 @@
-"""Limits by control groups of version 2, which a guest has alone: those that other tests only write into a folder."""
+"""Limits by control groups of version 2, which only the guest has:
+other tests only check the files that are written."""
 
 import os
 import subprocess
@@ -16,7 +17,7 @@ from hardware.throttled import throttled_paths
 pytestmark = pytest.mark.numa_vm
 
 MIB = 1 << 20
-# Reads or writes so many bytes past the page cache, in a process of its own.
+# Reads or writes so many bytes past the page cache, in a separate process.
 MOVE = """
 import mmap, os, sys
 path, size, writes = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "write"
@@ -29,7 +30,7 @@ for _ in range(size >> 20):
 
 @pytest.fixture(scope="module", autouse=True)
 def version_2():
-    """Where nothing is mounted yet, as in the guest, version 2 with all controllers."""
+    """Mount version 2 with all controllers if nothing is mounted yet, as in the guest."""
     if not any(V1_ROOTS.iterdir()):
         subprocess.run(["mount", "-t", "cgroup2", "none", str(V1_ROOTS)], check=True)
     if not (V1_ROOTS / "cgroup.controllers").exists() or os.geteuid() != 0:
@@ -47,7 +48,7 @@ def test_the_kernel_holds_reads_and_writes_of_a_path_to_its_rates_and_counts_the
         assert path.controller.version == 2
         path.limit(4 * MIB, 2 * MIB)
         before = path.direct_bytes
-        assert moved(path.folder / "data", 8 * MIB, "write") > 3.0  # 4 s, of which a slice may come at once
+        assert moved(path.folder / "data", 8 * MIB, "write") > 3.0  # 4 s, of which the first slice may be free
         assert moved(path.folder / "data", 8 * MIB, "read") > 1.5
         assert path.direct_bytes - before >= 16 * MIB
         path.limit(0)
@@ -69,7 +70,7 @@ def test_the_kernel_holds_a_process_to_its_share_of_a_cpu():
         took = time.monotonic() - began
         counts = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
         assert int(counts["nr_throttled"]) > 10
-        assert took > 1.5  # 2 s
+        assert took > 1.5  # 2 s expected
     assert not group.exists()
 
 

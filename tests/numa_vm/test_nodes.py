@@ -1,4 +1,4 @@
-"""Memory on nodes without processors, as the kernel shows CXL cards: every policy, and what goes wrong with each.
+"""Memory on nodes without processors, as the kernel presents CXL cards: every policy, and the failures of each.
 
 Each test about a mistake names one that libnuma, numactl or a plain mbind makes.
 """
@@ -22,7 +22,7 @@ MIB, PAGE = 2**20, 4096
 
 @pytest.fixture(scope="module")
 def nodes():
-    """Numbers of the nodes with memory: first the one with processors, then two that have none (or any others)."""
+    """Return the numbers of nodes with memory: first the one with processors, then two without (or any others)."""
     topology = Topology.read()
     ordered = sorted((n for n in topology.nodes.values() if n.total_bytes), key=lambda n: (n.memory_only, n.number))
     return [node.number for node in ordered[:3]]
@@ -110,7 +110,7 @@ def test_what_a_full_node_has_no_room_for_goes_to_others(nodes, make):
     elsewhere = sum(count for node, count in pages.items() if node != card)
     assert elsewhere >= 16 * MIB // PAGE
     assert pages[card] > 0
-    assert set(ledger.live()[0].nodes) == set(pages)  # the ledger says where it is, not where it was to be
+    assert set(ledger.live()[0].nodes) == set(pages)  # the ledger has the actual nodes, not the requested ones
 
 
 def test_a_node_that_is_not_there_is_refused_and_never_ordinary_memory():
@@ -145,7 +145,7 @@ def test_pages_move_to_weights_of_their_own(nodes):
     assert move(allocate(MIB, on_node(nodes[0])), weights) == {nodes[0]: 64, nodes[1]: 192}
     small_pages = allocate(8 * MIB, interleaved(nodes[:1]))
     assert move(small_pages, weights) == {nodes[0]: 512, nodes[1]: 1536}
-    heap = torch.zeros(8 * MIB, dtype=torch.uint8)  # in huge pages where they are on, which move as a whole
+    heap = torch.zeros(8 * MIB, dtype=torch.uint8)  # in huge pages where they are enabled, which move as a whole
     moved = move(heap, weights)
     assert abs(moved[nodes[1]] - 1536) <= 512
 

@@ -1,4 +1,4 @@
-"""Training steps on nodes without processors: every class of tensors lies where the policy says, by move_pages."""
+"""Training steps on nodes without processors: every class of tensors is where the policy puts it, by move_pages."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ ALL = {MASTERS, MOMENTUM, VARIANCE, GRADIENTS, WEIGHTS, ACTIVATIONS}
 
 
 def trained(placement, steps=2):
-    """A backend after some steps, and its losses."""
+    """Train some steps; return the backend and its losses."""
     config = dataclasses.replace(CONFIG, placement=placement)
     backend = InMemoryBackend(config, {"update": "memascend", "group_elements": None}, Ledger())
     torch.manual_seed(3)
@@ -49,7 +49,7 @@ def trained(placement, steps=2):
 
 
 def streamed(folder, placement, steps=2):
-    """The streaming engine's backend after some steps, and its losses."""
+    """Train some steps with the streaming engine; return its backend and its losses."""
     config = dataclasses.replace(CONFIG, system="lohan", placement=placement)
     backend = StreamingBackend(config, {"folder": str(folder), "arm": "optimized", "swap": None}, Ledger())
     torch.manual_seed(3)
@@ -68,13 +68,13 @@ def unplaced_losses():
 
 
 def pages_by_class(backend):
-    """Of the ledger's live entries, each asked about by its address."""
+    """Count pages by class and node over the ledger's live entries, each queried by its address."""
     found = {}
     for entry in backend.ledger.live():
         name = class_of(entry.owner)
         if name is not None:
             counted = _C.pages_by_node(entry.address, entry.reserved_bytes)
-            assert set(counted) == set(entry.nodes), entry  # the ledger is true
+            assert set(counted) == set(entry.nodes), entry  # the ledger agrees with the kernel
             into = found.setdefault(name, {})
             for node, pages in counted.items():
                 into[node] = into.get(node, 0) + pages
@@ -93,7 +93,7 @@ def tensors_by_class(backend):
 
 
 def assert_tensors_lie_in_the_ledger(backend):
-    """What the model and the optimizer use is what the ledger speaks of."""
+    """Check that the tensors that the model and the optimizer use are inside the ledger's entries."""
     ranges = [(e.address, e.address + e.reserved_bytes, class_of(e.owner)) for e in backend.ledger.live()]
     for name, tensors in tensors_by_class(backend).items():
         for tensor in tensors:
@@ -130,7 +130,7 @@ def test_every_class_is_interleaved(nodes, unplaced_losses):
     for name in (MASTERS, MOMENTUM, VARIANCE, GRADIENTS):
         assert set(pages[name]) == set(nodes)
         assert max(pages[name].values()) - min(pages[name].values()) <= 1, name
-    for name in (WEIGHTS, ACTIVATIONS):  # several buffers, each by itself
+    for name in (WEIGHTS, ACTIVATIONS):  # several buffers, interleaved separately
         assert set(pages[name]) == set(nodes)
     assert_tensors_lie_in_the_ledger(backend)
     assert losses == unplaced_losses
@@ -146,7 +146,7 @@ def test_latency_first_fills_the_near_node_and_divides_by_bandwidth(nodes, unpla
     state = -(-4 * parameters // 4096)
     assert pages[MASTERS] == {near: state}
     assert pages[MOMENTUM] == {near: state}
-    left = room / 4096 - 2 * state  # less than its share by bandwidth, so all of it
+    left = room / 4096 - 2 * state  # less than its share by bandwidth, so all of it is used
     assert abs(pages[VARIANCE][near] - left) <= 1
     assert abs(pages[VARIANCE][one] - (state - left) / 2) <= 1
     assert abs(pages[VARIANCE][two] - (state - left) / 2) <= 1
@@ -182,7 +182,7 @@ def test_buffers_of_the_streaming_engine_lie_where_the_policy_says(nodes, unplac
 
 
 def interleaved_process():
-    """In a process of its own, from before its tensors are taken: pages by class and node, and the losses."""
+    """Interleave a separate process before it allocates tensors; return pages by class and node, and the losses."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -190,7 +190,7 @@ def interleaved_process():
 
         status = 1
         try:
-            ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # without huge pages, whose unit would be 2 MiB
+            ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # without huge pages, which would be placed in units of 2 MiB
             interleave_process()
             backend, losses = trained("process_interleave")
             pages = {

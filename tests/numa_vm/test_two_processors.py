@@ -1,4 +1,4 @@
-"""Kernels on two nodes with processors, in a guest of their own: threads work near their data."""
+"""Kernels on two nodes with processors, in a separate guest: threads work near their data."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def two_threads():
 
 
 def tensors(placement):
-    """Parameter, gradient and moments of equal contents; with a placement, all of them lie so."""
+    """Make parameter, gradient and moments with equal contents, with `placement` for all of them."""
     generator, allocator = torch.Generator().manual_seed(1), PageAlignedPinnedAllocator(lock=False)
     made = []
     for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
@@ -44,14 +44,14 @@ def affinities():
 
 
 def test_adamw_runs_each_part_on_the_processors_that_it_lies_near(two_threads):
-    """Of tensors over two cards, half a MiB here and half a MiB there, each card nearest to a processor of its own."""
+    """The tensors alternate between two cards, half a MiB on each, and each card is nearest to another processor."""
     topology = Topology.read()
     if len(topology.with_cpus) < 2 or len(topology.memory_only) < 2:
         pytest.skip("needs two nodes with processors and two without, such as the guest has")
     cards = [node.number for node in topology.memory_only[:2]]
     unplaced, before = updated(*tensors(None)), affinities()
     best = 0.0
-    for _ in range(5):  # a processor of the guest may be kept waiting by the machine, and the other takes its chunks
+    for _ in range(5):  # the host may delay one of the guest's processors, and the other then takes its chunks
         placed = tensors(weighted(dict.fromkeys(cards, 1)))
         counted = chunk_counts()
         assert torch.equal(updated(*placed), unplaced)
@@ -59,7 +59,7 @@ def test_adamw_runs_each_part_on_the_processors_that_it_lies_near(two_threads):
         assert near + elsewhere == ELEMENTS // (512 * 32)
         best = max(best, near / (near + elsewhere))
     assert best > 0.75
-    divided = divided_work(*chunk_counts(), topology)  # what a run reports
+    divided = divided_work(*chunk_counts(), topology)  # as a run reports it
     assert divided["nodes"] == [node.number for node in topology.with_cpus]
     assert divided["near"] + divided["elsewhere"] >= ELEMENTS // (512 * 32)
     assert divided["near"] > 0

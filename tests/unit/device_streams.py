@@ -1,4 +1,4 @@
-"""Streams of a device that is not there: what it would be told is logged."""
+"""Streams of a simulated device, which log the calls that a real one would get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Event:
-    """`number`: the line of the log that it was recorded at."""
+    """An event; `number` is the line of the log at which it was recorded."""
 
     def __init__(self, stream: Stream) -> None:
         self.log, self.number, self.reached = stream.log, len(stream.log), threading.Event()
@@ -25,7 +25,7 @@ class Event:
 
 
 class Stream:
-    """While it is not `open`, no event of it is reached."""
+    """A stream of which no event is reached until it is `open`."""
 
     def __init__(self, name: str, log: list[tuple]) -> None:
         self.name, self.log, self.open, self.events = name, log, True, []
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Streams:
-    """`DeviceStreams`: what is computed and what is copied."""
+    """Replaces `DeviceStreams`, with one stream for computation and one for copies."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device, self.log = device, []

@@ -52,7 +52,7 @@ def make_store(ledger=None, allocator=PageAlignedPinnedAllocator):
 
 
 def gradients(model, batches):
-    """Gradients accumulated over batches, under one stream of random numbers (dropout)."""
+    """Return the gradients accumulated over batches, under one stream of random numbers (dropout)."""
     model.zero_grad()
     torch.manual_seed(7)
     losses = []
@@ -82,7 +82,7 @@ def test_gradients_equal_those_without_and_with_plain_checkpointing(dtype, reent
     assert store.requested_bytes == BATCH * CONTEXT * LAYERS * HIDDEN * dtype.itemsize
     assert store.leased == 0
     assert_same(offloaded, plain)
-    # Dropout draws in the order of the blocks with and without recomputation, so the third agrees too.
+    # Dropout draws in the order of the blocks with or without recomputation, so `without` agrees too.
     assert_same(offloaded, without)
 
 
@@ -394,7 +394,7 @@ def test_gradients_on_a_gpu_equal_plain_checkpointing_and_the_device_holds_less(
             offload_checkpoints(model, CheckpointStore(PageAlignedPinnedAllocator()))
         else:
             plain_checkpointing(model, reentrant=False)
-        model(input_ids=ids, labels=ids).loss.backward()  # workspaces and the reservation
+        model(input_ids=ids, labels=ids).loss.backward()  # allocates workspaces and the reservation
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         results.append(gradients(model, [ids, ids]))

@@ -1,4 +1,4 @@
-"""The activation cache: gradients equal to the last bit, memory released, faults raised by name."""
+"""The activation cache: gradients equal to the last bit, memory released, faults that name the tensor."""
 
 import gc
 import random
@@ -34,7 +34,7 @@ class _Done:
 
 
 class MemoryTier:
-    """A tier in a dict, with a thread per direction; `gate` holds transfers back, `fail` says which of them break."""
+    """A tier in a dict, with a thread per direction; `gate` delays transfers, `fail` says which of them fail."""
 
     def __init__(self, fail=lambda op, number: False, free=1 << 40):
         self.kept, self.sizes = {}, []
@@ -133,10 +133,10 @@ def reference(steps=1, **sizes):
 
 
 def drained(cache, tier):
-    """Nothing is live, and no extent is left once writes in flight have ended."""
+    """Check that nothing is live, and return whether no extent is left once writes in flight have ended."""
     end = time.monotonic() + 20
     while cache.statistics.live_tensors and time.monotonic() < end:
-        gc.collect()  # a failed backward leaves cycles; the thread that ends a write lets its tensor go a little later
+        gc.collect()  # a failed backward leaves cycles, and a tensor is freed shortly after its write
     assert cache.statistics.live_tensors == 0
     cache.close()
     return tier.kept == {}
@@ -272,7 +272,7 @@ def test_a_checkpointed_region_is_left_to_pytorch_and_its_inputs_are_offloaded(r
         loss = run(model, batch())
         written = cache.statistics.written
         loss.backward()
-    assert cache.statistics.written == written  # nothing of the recomputation
+    assert cache.statistics.written == written  # the recomputation writes nothing
     assert equal(gradients(model), gradients(plain))
     assert drained(cache, tier)
 
@@ -486,7 +486,7 @@ def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_ref
 
 
 def test_what_lay_in_memory_as_the_cache_was_closed_and_left_it_since_is_named_too():
-    """A write's last act comes after those that wait for it are told: close may look in between."""
+    """A write notifies its waiters before its last action, so close may come in between."""
     model, cache = net(), offloading()
     with cache.active():
         loss = model(batch())
@@ -505,7 +505,7 @@ def test_writes_that_end_after_an_interrupted_close_say_nothing(monkeypatch, cap
     with cache.active():
         dropped, alive = model(batch(0)), model(batch(1))
     del dropped
-    assert cache.statistics.live_tensors  # what was dropped waits for its writes; `alive` has its own
+    assert cache.statistics.live_tensors  # the dropped graph waits for its writes, and `alive` has tensors too
     with monkeypatch.context() as patched:
         patched.setattr(_Done, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -554,7 +554,7 @@ def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line(monkeypatch):
 
 
 class Interrupted(nn.Module):
-    """Three layers; Ctrl-C in the second, if `now`."""
+    """Three layers; if `now`, Ctrl-C comes in the second."""
 
     def __init__(self):
         super().__init__()
@@ -585,7 +585,7 @@ def test_a_pass_after_one_that_ctrl_c_has_left_is_a_pass_of_its_own():
 
 
 class Tree(nn.Module):
-    """Calls itself."""
+    """A module that calls itself."""
 
     def __init__(self):
         super().__init__()

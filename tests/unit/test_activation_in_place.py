@@ -1,4 +1,4 @@
-"""Saved tensors that are changed in place before backward: refused where plain PyTorch refuses, and there alone."""
+"""Saved tensors that are changed in place before backward: refused where plain PyTorch refuses them, and only there."""
 
 import time
 import weakref
@@ -27,7 +27,7 @@ def written(cache):
 
 
 def offloaded(program, state):
-    """(what `program(wait)` returns under offloading, the error that it raises); one of them is None.
+    """Return (the result of `program(wait)` under offloading, the error that it raises); one of them is None.
 
     Its saved tensors are in `state` once `wait` has returned.
     """
@@ -87,7 +87,7 @@ def what_it_is_a_part_of(wait):
     y = a * 1
     z = y[:16].square()
     wait()
-    y[16:].zero_()  # torch counts for the whole
+    y[16:].zero_()  # torch has one version counter for the whole tensor
     return torch.autograd.grad(z.sum(), a)
 
 
@@ -123,7 +123,7 @@ def what_shares_the_memory_and_counts_for_itself(wait):
     a = leaf()
     y = a * 1
     other = y.data
-    z = a * other + y.square()  # backward begins with the last: nothing is left in its queue where the first fails
+    z = a * other + y.square()  # backward begins with the last term, so its queue is empty when the first fails
     wait()
     other.mul_(2)
     return torch.autograd.grad(z.sum(), a)

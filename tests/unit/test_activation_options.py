@@ -220,7 +220,7 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
     section = {"folder": str(tmp_path), "amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
     applied = apply_memory_options(model, MemoryOptions(checkpointing="ssd", activations=section))
 
-    def wait_for_writes():  # what is still being written is handed to backward from memory, and not read
+    def wait_for_writes():  # backward takes tensors that are still being written from memory, and does not read them
         while any(saved.writing is not None for saved in tuple(applied.cache._live)):
             time.sleep(0.001)
 
@@ -239,7 +239,7 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_each_block_is_kept_computed_again_or_offloaded_as_the_mix_says(use_reentrant, tmp_path):
-    """Gradients to the last bit; after forward memory holds what the policies say, to the byte."""
+    """Gradients are equal to the last bit, and after forward memory has what the policies say, to the byte."""
     expected = loss_and_gradients(make("llama", num_hidden_layers=6), **batch())
     section = {"folder": str(tmp_path), "minimum_bytes": 64, "reserve_bytes": 0, "device": "cpu"}
 
@@ -341,7 +341,7 @@ compiled(**batch())
 
 
 def test_what_torch_compile_makes_of_a_model_with_its_activations_on_the_ssd_is_refused_too(tmp_path):
-    """Without the variable by which the tests keep torch's compiler unloaded: with it nothing is compiled."""
+    """Runs without the variable by which the tests disable torch's compiler: with it nothing is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     root = str(Path(__file__).parents[2])
     done = forked.run(

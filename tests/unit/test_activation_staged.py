@@ -1,4 +1,5 @@
-"""Device tensors on their way to a tier: order of copies and events, room, errors, gradients. The device is played."""
+"""Device tensors on their way to a tier: order of copies and events,
+space, errors, gradients. The device is simulated."""
 
 import contextlib
 import errno
@@ -38,7 +39,7 @@ def test_a_copy_begins_behind_the_caller_s_stream_and_the_tier_after_the_copy(st
         time.sleep(0.001)
     time.sleep(0.01)
     assert not written.done()
-    assert tier._tier.size_of("a") is None  # nothing of it has been given to the tier
+    assert tier._tier.size_of("a") is None  # nothing of it has been passed to the tier
     streams.side.reach()
     written.wait(MAX_S)
     expected = [("record", "compute"), ("wait", "side", 1), ("copy", "side"), ("record", "side")]
@@ -76,7 +77,7 @@ def test_slots_are_bounded_and_used_again_and_what_finds_no_room_waits(staged):
         each.wait(MAX_S)
     assert len(most) <= 3
     large = torch.ones(8 * 1024)
-    tier.write("large", large).wait(MAX_S)  # more than there may be: alone
+    tier.write("large", large).wait(MAX_S)  # more than the limit: it is written alone
     for number, tensor in enumerate(tensors):
         tier.read(str(number), out := torch.empty(1024)).wait(MAX_S)
         assert torch.equal(out, tensor)
@@ -138,7 +139,7 @@ def test_gradients_on_a_gpu_are_those_of_keeping_everything_and_the_device_holds
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(16))).cuda()
         x = torch.randn(4096, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-        for _ in range(2):  # the second step knows the first one's sizes
+        for _ in range(2):  # the second step knows the sizes of the first
             model.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Saved views of every kind come back as the same bytes, wherever their region is when backward asks for it."""
+"""Saved views of every kind return the same bytes, whatever state their region is in when backward needs it."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def gradients_of(program):
 
 
 def offloaded_gradients_of(program, state):
-    """The same gradients with every saved tensor of 512 bytes and more in `state` when backward begins."""
+    """Return the same gradients with every saved tensor of 512 bytes and more in `state` when backward begins."""
     tier = MemoryTier()
     cache = offloading(tier, minimum_bytes=512, amount=0 if state == KEPT else "all")
     if state == FORWARDED:
@@ -165,7 +165,7 @@ def test_gradients_through_saved_views_are_equal_to_the_bit(program, state):
 
 
 class TiedHead(nn.Module):
-    """GPT's: the head is the embedding's weight, used by the root's own forward."""
+    """GPT's kind of model: the head is the embedding's weight, used by the root's own forward."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ def test_a_region_whose_write_ends_during_backward_is_read_ahead():
 
 @pytest.mark.parametrize("in_modules", [False, True], ids=["in a function", "in a module"])
 def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_what_it_was(in_modules):
-    """A loader's memory, say, while the graph of an earlier loss, which is only logged, is alive."""
+    """This may be a data loader's memory, while the graph of an earlier loss, which is only logged, is alive."""
     weight = torch.ones(32, 32, requires_grad=True)
     layer = nn.Linear(32, 32, bias=False)
     layer.weight = nn.Parameter(weight.detach().clone())
@@ -265,7 +265,7 @@ def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_wh
 
 
 def test_a_leaf_whose_data_are_changed_is_not_taken_for_what_it_was():
-    """By `.data`, of which torch counts no version, while the graph of an earlier loss is alive."""
+    """The change is by `.data`, for which torch counts no version, while the graph of an earlier loss is alive."""
     weight = torch.ones(32, 32, requires_grad=True)
     cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")
     with cache.active():

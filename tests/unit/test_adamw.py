@@ -1,4 +1,4 @@
-"""AdamW against torch.optim.AdamW, and bf16 states against what stochastic rounding promises."""
+"""AdamW against torch.optim.AdamW, and bf16 states against the properties of stochastic rounding."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def states(numel: int, dtype=torch.float32, grad_dtype=None, seed: int = 0) -> list[torch.Tensor]:
-    """Parameter, gradient, momentum, variance."""
+    """Return parameter, gradient, momentum, variance."""
     make = torch.Generator().manual_seed(seed)
     values = [torch.randn(numel, generator=make) * size for size in (1, 0.1, 0.01)]
     values.append(torch.rand(numel, generator=make) * 0.01)
@@ -109,9 +109,10 @@ def test_stochastic_rounding_takes_the_words_that_the_page_says():
 
 
 def rounded_up(numel: int, gradient: float, weight_decay: float, step: int) -> tuple[list[torch.Tensor], list[float]]:
-    """Which elements of parameter, momentum and variance went up, and how often each should.
+    """Return which elements of parameter, momentum and variance were rounded up, and how often each should be.
 
-    The exact values are known: betas of zero leave the gradient and its square, a huge epsilon the decay alone.
+    The exact values are known: betas of zero leave the gradient and its square, and a huge epsilon leaves only the
+    decay.
     """
     grad = torch.full((numel,), gradient)
     param, exp_avg, exp_avg_sq = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(3))
@@ -128,7 +129,8 @@ def rounded_up(numel: int, gradient: float, weight_decay: float, step: int) -> t
 
 
 def test_rounding_is_uniform_and_independent_in_pairs():
-    """For states of one element, for neighbours of every distance in a block and beyond, and for steps in a row."""
+    """Checked for states of one element, for neighbours at several distances
+    in a block and beyond, and for consecutive steps."""
     numel, steps = 1 << 17, [1, 2]
     bound = 5 / math.sqrt(numel)  # five standard deviations of a mean of products of standardised numbers
     for gradient, weight_decay in [(1 + 2**-8, 2**-9), (1.0041, 2**-9 * 1.7)]:
@@ -147,19 +149,19 @@ def test_rounding_is_uniform_and_independent_in_pairs():
 
 
 def test_stochastic_rounding_keeps_what_nearest_would_lose():
-    """A thousand steps of 1/20 of a unit in the last place: to nearest nothing would ever change."""
+    """A thousand steps of 1/20 of a unit in the last place: rounding to nearest would never change the parameter."""
     numel = 4096
     param = torch.ones(numel, dtype=torch.bfloat16)
     for step in range(1, 1001):
         exp_avg, exp_avg_sq = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
         grad = torch.full((numel,), -1.0, dtype=torch.bfloat16)
-        # Betas of zero make the step exactly lr, whatever the history.
+        # Betas of zero make the step exactly lr, whatever happened before.
         adamw_(param, grad, exp_avg, exp_avg_sq, step=step, lr=2.0**-7 / 20, betas=(0, 0), weight_decay=0, seed=1)
     assert param.double().mean().item() == pytest.approx(1 + 1000 * 2.0**-7 / 20, rel=2e-3)
 
 
 def test_training_with_bf16_states_stays_near_fp32():
-    """Least squares: the loss falls alike, and far below where rounding to nearest gets stuck."""
+    """Least squares: the loss falls alike, and far below the value at which rounding to nearest gets stuck."""
     make = torch.Generator().manual_seed(0)
     inputs = torch.randn(256, 32, generator=make)
     targets = inputs @ torch.randn(32, generator=make)

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: against a slow reference of the format, fp32 AdamW, and what rounding promises."""
+"""AdamW with 8-bit moments: against a slow reference of the format, fp32 AdamW, and the properties of rounding."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ GRADIENTS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def states(numel: int, grad_dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    """Parameter, gradient, codes of momentum and variance (any byte is one), scales."""
+    """Return parameter, gradient, codes of momentum and variance (every byte is one), scales."""
     make = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-12, 1, (numel,), generator=make))
     codes = [torch.randint(0, 256, (numel,), generator=make).to(torch.uint8) for _ in range(2)]
@@ -39,7 +39,7 @@ def states(numel: int, grad_dtype=torch.float32, seed: int = 0) -> list[torch.Te
 
 
 def zeros(numel: int) -> list[torch.Tensor]:
-    """Moments before the first step."""
+    """Return the moments before the first step."""
     shapes = [(numel,), (numel,), scales_shape(numel)]
     return [torch.zeros(shape, dtype=torch.uint8) for shape in shapes]
 
@@ -53,7 +53,7 @@ def threads_and(number: int, body):
         torch.set_num_threads(before)
 
 
-# --- A reference in fractions: the format as its page says it, without a bit of the kernel's arithmetic on bits.
+# --- A reference in fractions: the format as its page describes it, without the kernel's bit arithmetic.
 
 
 def value_of(code: int, bits: int) -> Fraction:
@@ -63,14 +63,17 @@ def value_of(code: int, bits: int) -> Fraction:
 
 
 def power_of(value: Fraction) -> int:
-    """The largest e with 2^e <= value."""
+    """Return the largest e with 2^e <= value."""
     e = value.numerator.bit_length() - value.denominator.bit_length()
     return e if Fraction(2) ** e <= value else e - 1
 
 
 def stochastic_code(value: Fraction, bits: int, word: int) -> int:
-    """Between the neighbours, to the upper with the chance that makes the expectation exact; float32 has 23 bits of
-    fraction, so the distance is known to 23 - bits of them, and the word says the first 16."""
+    """Round to one of the neighbouring codes, to the upper with the probability that makes the expectation exact.
+
+    float32 has 23 bits of fraction, so the distance is known to 23 - bits of them, of which `word` decides the first
+    16.
+    """
     if value < Fraction(1, 64):
         position = value * 64 * (1 << bits)
     else:
@@ -81,7 +84,7 @@ def stochastic_code(value: Fraction, bits: int, word: int) -> int:
 
 
 def scale_of(largest: Fraction, bits: int) -> int:
-    """The power of two below the largest value, or above it where rounding may reach that."""
+    """Return the exponent code of the power of two below the largest value, or above it if rounding may reach that."""
     if largest < Fraction(2) ** -119:
         return 8
     e = power_of(largest)
@@ -93,7 +96,8 @@ def f32(value: float) -> float:
 
 
 def fma(a: float, b: float, c: float) -> float:
-    """Products of two float32 are exact in float64; the sum is rounded twice, which the cases here survive."""
+    """Return the fused product and sum: products of two float32 are exact in float64. The
+    sum is rounded twice, which makes no difference in these cases."""
     return f32(a * b + c)
 
 
@@ -199,7 +203,7 @@ def test_a_run_that_goes_on_draws_the_same_numbers():
 
 
 def test_one_rounding_stays_within_its_bounds():
-    """The step itself is that of fp32 AdamW from the decoded moments."""
+    """The update itself is that of fp32 AdamW from the decoded moments."""
     tensors = states(4096)
     momentum, variance = decode_moments(*tensors[2:])
     wide = [tensors[0].float(), tensors[1].clone(), momentum, variance]
@@ -208,7 +212,7 @@ def test_one_rounding_stays_within_its_bounds():
     now_momentum, now_variance = decode_moments(*tensors[2:])
     by_momentum, by_root = rounding_bounds(wide[2], wide[3])
     assert torch.all((now_momentum - wide[2]).abs() <= by_momentum * 1.00001)
-    live = now_variance.sqrt() > by_root * 1.001  # not raised to the smallest code
+    live = now_variance.sqrt() > by_root * 1.001  # elements that were not raised to the smallest code
     assert torch.all(((now_variance.sqrt() - wide[3].sqrt()).abs() <= by_root * 1.00001)[live])
     assert live.float().mean() > 0.9
     near = torch.finfo(torch.bfloat16).eps
@@ -219,7 +223,7 @@ def test_one_rounding_stays_within_its_bounds():
 @given(st.integers(0, 300), st.integers(0, 1000))
 def test_codes_survive_decoding_and_encoding(numel, seed):
     codes = states(numel, seed=seed)[2:]
-    for _ in range(2):  # what encoding finds is what it would find again
+    for _ in range(2):  # encoding is idempotent
         moments = decode_moments(*codes)
         codes = encode_moments(*moments)
         again = decode_moments(*codes)
@@ -245,7 +249,8 @@ def test_encoding_rounds_to_nearest_and_refuses_what_is_no_moment():
 
 
 def test_a_variance_follows_its_gradients_down_where_rounding_to_nearest_would_not():
-    """Gradients of one size, then a tenth of it: an average over 1,000 steps is on its way down after 3,000 more."""
+    """Gradients of one size, then a tenth of it: after 3,000 more steps an
+    average over 1,000 steps is well on its way down."""
     numel, make = 1024, torch.Generator().manual_seed(0)
     sizes = torch.exp(torch.randn(numel, generator=make))
     param, moments = torch.zeros(numel).bfloat16(), zeros(numel)
@@ -254,7 +259,7 @@ def test_a_variance_follows_its_gradients_down_where_rounding_to_nearest_would_n
         grad = torch.randn(numel, generator=make) * sizes * (1 if step <= 1000 else 0.1)
         adamw8_(param, grad, *moments, step=step, lr=0.0, weight_decay=0.0, seed=1)
         exact = 0.999 * exact + 0.001 * grad.square()
-        if step > 1000 and step % 20 == 0:  # a fiftieth of the steps is enough to see that none of them moves it
+        if step > 1000 and step % 20 == 0:  # one step in twenty suffices to see that none of them changes it
             _, old = decode_moments(*nearest)
             nearest = list(encode_moments(torch.zeros(numel), 0.999 * old + 0.001 * grad.square()))
         elif step == 1000:
@@ -269,7 +274,7 @@ def test_a_variance_follows_its_gradients_down_where_rounding_to_nearest_would_n
 
 
 def test_no_step_is_huge_beside_an_outlier():
-    """One gradient 10^10 times its neighbours': their variance is below every code and must not become zero."""
+    """One gradient is 10^10 times its neighbours: their variance is below every code and must not become zero."""
     param, grad, moments = torch.zeros(32).bfloat16(), torch.full((32,), 1e-5), zeros(32)
     for step in range(1, 100):
         grad[0] = 1e5 if step == 1 else 1e-5

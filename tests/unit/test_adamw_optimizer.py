@@ -1,4 +1,4 @@
-"""The AdamW optimizer with states of its own memory, against torch.optim.AdamW."""
+"""The AdamW optimizer with its own memory for states, against torch.optim.AdamW."""
 
 import pytest
 import torch

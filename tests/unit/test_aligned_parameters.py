@@ -1,4 +1,4 @@
-"""A streamed parameter lies in memory as torch would have it: on 64 bytes, whatever stands before it in its unit."""
+"""A streamed parameter is aligned to 64 bytes, as torch would align it, whatever precedes it in its unit."""
 
 import copy
 

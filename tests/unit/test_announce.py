@@ -1,4 +1,5 @@
-"""The one line about what is enabled: rank 0 shows it however a script configures logging, unless it says so."""
+"""The one line about what is enabled: rank 0 shows it however a script
+configures logging, unless the script disables it."""
 
 import subprocess
 import sys

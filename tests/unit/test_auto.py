@@ -1,6 +1,6 @@
-"""memascend.auto runs inside `import torch` and `import deepspeed`: whatever is broken in it, both go on.
+"""memascend.auto runs inside `import torch` and `import deepspeed`: whatever is broken in it, both imports succeed.
 
-Each case is a process of its own with a tree that holds this auto.py, a DeepSpeed of a few lines, and what is broken.
+Each case is a separate process with a tree of this auto.py, a DeepSpeed of a few lines, and the broken part.
 """
 
 import os
@@ -52,7 +52,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(tree: Path, code: str, **environment: str) -> str:
-    """What a process that ends well wrote to stderr."""
+    """Return the stderr of a process, which must end well."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tree,
@@ -71,7 +71,7 @@ def test_nothing_is_said_where_nothing_is_broken(tree):
 
 
 def _replace_folder(folder: Path) -> None:
-    """By a module, since an editable installation would find a folder that is missing in its checkout."""
+    """Replace the folder by a module: an editable installation would find a missing folder in its checkout."""
     shutil.rmtree(folder)
     folder.with_suffix(".py").touch()
 
@@ -138,14 +138,14 @@ def test_deepspeed_in_the_middle_of_its_own_import_is_not_stopped(tree):
 
 
 def test_torch_is_imported_with_a_library_that_is_broken(tree):
-    """By the entry point of the installed package, which names the broken tree's module here."""
+    """It is imported by the entry point of the installed package, which here names the broken tree's module."""
     _replace_folder(tree / "memascend" / "integrations")
     code = "import sys, torch; print('memascend.auto' in sys.modules, file=sys.stderr); import deepspeed"
     assert run(tree, code, TORCH_DEVICE_BACKEND_AUTOLOAD="1").splitlines()[0] == "True"
 
 
 def test_metadata_that_cannot_be_read_leaves_torch_alone(tree):
-    """An unreadable entry_points.txt beside the package: importlib.metadata passes over it."""
+    """An unreadable entry_points.txt next to the package: importlib.metadata skips it."""
     broken = tree / "memascend-0.1.0.dist-info"
     (broken / "entry_points.txt").mkdir(parents=True)
     (broken / "METADATA").write_bytes(b"\xff\xfe not text")

@@ -1,4 +1,4 @@
-"""A save while training goes on holds the bits of the step it was begun after, whatever is overwritten meanwhile."""
+"""A save in the background has the bits of the step after which it began, whatever is overwritten meanwhile."""
 
 import copy
 import errno
@@ -29,7 +29,7 @@ from tests.unit.test_speculated_clipping import Loop, model_of
 
 
 class Saved:
-    """A save of an engine's weights and states, begun; and what they were."""
+    """A save in progress of an engine's weights and states, and their expected values."""
 
     def __init__(self, engine, folder):
         folder.mkdir()
@@ -76,7 +76,7 @@ class Saved:
 
 @pytest.fixture
 def lazy(monkeypatch):
-    """A save copies nothing but what an update waits for, until it is told to go on."""
+    """Make a save copy only what an update waits for, until the yielded event is set."""
     go_on, following = threading.Event(), Snapshot.next
 
     def wanted(self, under_way=None):
@@ -116,7 +116,7 @@ def test_a_save_has_the_step_that_it_was_begun_after_and_training_is_as_without_
     train(ours, engine, range(2))
     saved = Saved(engine, tmp_path / "save")
     train(ours, engine, range(2, 4))
-    assert saved.save.waited_s > 0  # for what was copied just before it was overwritten
+    assert saved.save.waited_s > 0  # it waited for data that were copied just before they were overwritten
     lazy.set()
     saved.assert_whole()
     train(theirs, other, range(4))
@@ -285,7 +285,7 @@ def test_a_full_disk_ends_the_save_alone_and_says_so_to_whoever_waits_for_it(tmp
         saved.save.wait()
     assert saved.ends == ["given up"]
     monkeypatch.undo()
-    Saved(engine, tmp_path / "again").assert_whole()  # the error was asked for, and stands in nobody's way
+    Saved(engine, tmp_path / "again").assert_whole()  # the error was reported, and does not affect later saves
     train(ours, engine, range(3, 4))
     train(theirs, other, range(4))
     assert_same(contents(engine), contents(other))
@@ -330,7 +330,7 @@ def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StateStore, "read_part", slow)
-    monkeypatch.setattr(Snapshot, "copied", lambda *_: None)  # so that there is always more to copy
+    monkeypatch.setattr(Snapshot, "copied", lambda *_: None)  # there is always more to copy
     saved = Saved(engine, tmp_path / "save")
     joined = type(saved.save).join
     waits = [interrupted, joined, joined]

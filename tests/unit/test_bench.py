@@ -19,7 +19,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_spread_and_paired_ratios():
     assert vars(spread([4.0, 1.0, 3.0, 2.0, 5.0])) == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert vars(spread([7.0])) == {"median": 7.0, "low": 7.0, "high": 7.0}
-    assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]).median == 2.0  # what slows a round cancels
+    assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]).median == 2.0  # ratios cancel whatever slows down a round
 
 
 def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
@@ -75,7 +75,7 @@ def test_deepspeeds_check_is_its_own_and_leaves_no_process_group():
             buffer[777] = bad
             assert check(buffer) is True
         buffer[777] = 3.4e38
-        assert check(buffer) is False  # the verdict before it is forgotten
+        assert check(buffer) is False  # the verdict before it is discarded
     assert not torch.distributed.is_initialized()
     with stage3_check() as check:
         assert check(buffer) is False

@@ -1,4 +1,4 @@
-"""`memascend bench activations`, and the prediction beside it, by hand."""
+"""`memascend bench activations`, and its prediction, calculated manually."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from memascend.activation.record import Plan, Record
 from memascend.bench.activations import ActivationOptions
 from memascend.cli import main
 
-BLOCK = 100.0  # bytes, in two regions of half, a second each
+BLOCK = 100.0  # bytes, in two regions of half of it, one second each
 
 
 def record(blocks=3):
@@ -40,9 +40,10 @@ def test_one_policy_for_all_blocks_by_hand():
     kept = simulated("keep", "keep", "keep")
     assert (kept.peak_bytes, kept.seconds, kept.offloaded_bytes) == (300, 18, 0)
     again = simulated("recompute", "recompute", "recompute")
-    assert (again.peak_bytes, again.seconds) == (130, 24)  # three inputs and one block; each block once more
+    # three inputs and one block; each block is computed once more
+    assert (again.peak_bytes, again.seconds) == (130, 24)
     sent = simulated("offload", "offload", "keep")
-    assert (sent.peak_bytes, sent.offloaded_bytes) == (150, 200)  # half a block is written or read meanwhile
+    assert (sent.peak_bytes, sent.offloaded_bytes) == (150, 200)  # half a block is being written or read
     assert sent.seconds == pytest.approx(18)
 
 
@@ -50,7 +51,7 @@ def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
     mixed = simulated("offload", "recompute", "keep")
     assert mixed.seconds == pytest.approx(20)
     assert mixed.peak_bytes == pytest.approx(10 + BLOCK + BLOCK / 2)
-    # Written from 1 s to 11 s, 5 s a half; backward comes to them at 14 s, and takes 2 s for each when it is there.
+    # It is written from 1 s to 11 s, 5 s for each half. Backward needs the halves at 14 s, and takes 2 s for each.
     assert simulated("offload", "keep", "keep", rate=10.0).seconds == pytest.approx(25)  # 11 + 5 + 2 + 5 + 2
     ahead = simulated("offload", "keep", "keep", rate=10.0, prefetch=BLOCK)
     assert ahead.seconds == pytest.approx(23)  # 11 + 5 + 5 + 2

@@ -1,4 +1,4 @@
-"""`memascend bench checkpoints`: what train's checkpoints write where they share blocks, and where they do not."""
+"""`memascend bench checkpoints`: what train's checkpoints write with and without shared blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memascend bench engine`: what it refuses, and that both ways train alike."""
+"""`memascend bench engine`: what it refuses, and that both methods train alike."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
     assert at_work == {"forward": {device}, "update": {host if streamed else device}}
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # runs a separate process
 def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
     ways = "memory,optimized,naive,none,inputs,swapped"
     words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16,32"]
@@ -143,14 +143,14 @@ def test_a_diffusion_transformer_streams_as_it_trains_in_memory(tmp_path):
             assert streamed["read"] > 0
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # runs a separate process
 def test_on_an_ssd_of_known_speed_the_simulators_step_and_events_stand_beside(tmp_path, capsys):
     words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16"]
     words += ["--dtype", "bf16", "--path-rate", "400000000", "--cores", "split", "--trace", "1"]
     assert main(["bench", "engine", *words, "--ways", "memory,naive,swap50", "--repeats", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in result["predicted"]] == ["optimized", "naive", "none"]
-    assert result["foretold"] == result["predicted"]  # its name in version 1.0
+    assert result["foretold"] == result["predicted"]  # the key's name in version 1.0
     assert 0 <= result["late_share"] <= 1
     chosen = {row["method"]: row["swapping"] for row in result["summary"]}
     assert chosen["naive"] is None

@@ -1,4 +1,4 @@
-"""`memascend bench latency`: what it refuses, and what it says of each size."""
+"""`memascend bench latency`: what it refuses, and its result for each size."""
 
 import json
 

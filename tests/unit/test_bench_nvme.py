@@ -1,4 +1,4 @@
-"""`memascend bench nvme` on a small file: what it measures is there, is compared, and leaves nothing behind."""
+"""`memascend bench nvme` on a small file: its results are complete and compared, and it leaves no files behind."""
 
 import json
 import shutil
@@ -82,7 +82,7 @@ def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys)
 def test_sizes_alone_need_no_fio_and_their_repeats_end_with_the_budget(tmp_path, capsys, monkeypatch):
     options = SizeOptions(sizes=(1 << 20,), block_bytes=1 << 20, depth=4, repeats=5, budget_bytes=3 << 20)
     assert [options.rounds(size) for size in (1, 1 << 20, 2 << 20, 1 << 40)] == [5, 3, 1, 1]
-    monkeypatch.setattr(nvme_target, "sectors", lambda path: 1)  # a disk that moves nothing
+    monkeypatch.setattr(nvme_target, "sectors", lambda path: 1)  # a disk that transfers nothing
     assert main(["bench", "nvme", "--folder", str(tmp_path), "--questions", "sizes", "--mib", "1"]) == 2
     assert "a cache was measured" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

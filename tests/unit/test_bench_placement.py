@@ -1,4 +1,4 @@
-"""`memascend bench placement`: what it refuses, and that every way has the same bits on the nodes that it names."""
+"""`memascend bench placement`: what it refuses, and that every method has the same bits on the nodes that it names."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`memascend bench saves`: how long training stands still for a checkpoint, written beside it and waited for."""
+"""`memascend bench saves`: how long training pauses for a checkpoint, written in the background or waited for."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_each_direction_alone_is_shared_by_processes(tmp_path, capsys):
     result = bench(tmp_path, capsys, "1,2", "--apart", "--simplex", "40,20")
     rows = {(row["processes"], row["direction"]): row for row in result["apart"]}
     assert set(rows) == {(1, "read"), (1, "write"), (2, "read"), (2, "write")}
-    # Four sub-groups of a MiB over two paths of these rates: a bucket lets nothing through sooner.
+    # Four sub-groups of a MiB over two paths of these rates: the token bucket does not let a transfer end early.
     assert rows[1, "read"]["bytes_per_second"][0] < 41e6
     assert rows[1, "write"]["latency_s"][0] > 0.05
 
@@ -52,7 +52,7 @@ def test_four_processes_share_two_paths_and_each_gets_its_bytes(tmp_path, capsys
     assert [row["way"] for row in rows] == ["exclusive", "free"]
     for row in rows:
         assert [sum(each.values()) for each in row["groups_by_path"]] == [4] * 4
-        assert 0 < row["share_of_formula"]["simplex"] <= 1.01  # a bucket lets nothing through sooner
+        assert 0 < row["share_of_formula"]["simplex"] <= 1.01  # the token bucket does not let a transfer end early
         assert 0 < row["fairness"] <= 1
 
 
@@ -67,7 +67,8 @@ def test_sub_groups_leave_a_path_that_is_halved_in_the_middle(tmp_path, capsys):
 
 def test_paths_of_their_own_rates_have_shares_of_their_own(tmp_path, capsys):
     (row,) = bench(tmp_path, capsys, "1", "--predict", "--simplex", "200,200", "100,100", groups=12)["summary"]
-    assert row["share_of_formula"]["simplex"] == pytest.approx(1, rel=0.25)  # it fills and drains
+    # includes filling and draining the pipeline
+    assert row["share_of_formula"]["simplex"] == pytest.approx(1, rel=0.25)
     assert row["seconds"]["median"] >= 8 * 2 * (1 << 20) / 200e6
 
 
@@ -75,8 +76,8 @@ def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_p
     rows = bench(tmp_path, capsys, "1,2", "--predict", "--simplex", "200,100")["summary"]
     assert [row["way"] for row in rows] == ["free", "exclusive", "free"]
     one, exclusive, free = (row["seconds"]["median"] for row in rows)
-    busy = 2 * (1 << 20) * (1 / 200e6 + 1 / 100e6)  # of a path, with two of four sub-groups
-    assert busy <= 1.001 * one < 1.5 * busy  # it fills and drains
+    busy = 2 * (1 << 20) * (1 / 200e6 + 1 / 100e6)  # time of a path with two of four sub-groups
+    assert busy <= 1.001 * one < 1.5 * busy  # includes filling and draining the pipeline
     assert exclusive == free
     assert 2 * busy <= 1.001 * free < 2.5 * busy
     assert 0.8 < rows[2]["fairness"] <= 1

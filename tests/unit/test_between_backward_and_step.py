@@ -1,4 +1,4 @@
-"""Between `backward()` and `step()` a loop sees the weights of the last completed step, or one line of refusal."""
+"""Between `backward()` and `step()` a loop sees the weights of the last completed step, or a refusal in one line."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def evaluate(of, ids):
 
 
 def evaluate_a_part(of, ids):
-    """As a loop with a loss of its own does: the root's forward is never called."""
+    """Evaluate as a loop that computes its own loss does: the root's forward is never called."""
     with torch.no_grad():
         return float(of.layers[0](of.embedding(ids), scale=torch.tensor(0.5)).sum())
 
@@ -72,7 +72,7 @@ def test_where_gradients_wait_all_of_them_see_the_last_completed_step(tmp_path, 
         ours(data[1]).backward()
     optimizer.step()
     session.close()
-    reference, other = begin(theirs, tmp_path / "other", **options)  # the same without a look
+    reference, other = begin(theirs, tmp_path / "other", **options)  # the reference, which is not inspected
     for ids in data[:2]:
         for _ in range(passes):
             theirs(ids).backward()
@@ -185,7 +185,7 @@ def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ["two graphs", "one graph twice"])
 def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path, way, tied):
-    """What the second backward pass needs of the modules outside of the blocks is still there."""
+    """The second backward pass still has what it needs of the modules outside the blocks."""
     ours, theirs, data = model(tied=tied), model(tied=tied), batches(4)
     session, optimizer = begin(ours, tmp_path / "run", accumulate=2)
     for of, made in ((theirs, AdamW(theirs.parameters(), **SETTINGS)), (ours, optimizer)):
@@ -233,7 +233,7 @@ def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_fr
 
 
 def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
-    """torch finds that the weights were changed in place."""
+    """torch detects that the weights were changed in place."""
     ours, data = model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     first, second = ours(data[0]), ours(data[1])
@@ -259,7 +259,7 @@ def test_a_part_s_graph_from_before_the_last_step_is_one_line(tmp_path):
 
 
 def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
-    """Weights of modules outside of blocks are gone then; a zero_grad() before backward() gives nothing up."""
+    """Weights of modules outside the blocks are gone then; a zero_grad() before backward() gives nothing up."""
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     first, second = ours(data[0]), ours(data[1])
@@ -359,7 +359,7 @@ def test_a_gradient_that_is_asked_of_one_parameter_is_refused_with_what_to_call(
 
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(tmp_path, arm):
-    """As GradNorm's: over the graph of the loss that the pass then goes through."""
+    """GradNorm does this, over the graph of the loss that the pass then goes through."""
     ours, theirs, data = model(), model(), batches(4)
     session, optimizer = begin(ours, tmp_path / "run", accumulate=2, options=EngineOptions(arm=arm))
     other = AdamW(theirs.parameters(), **SETTINGS)
@@ -380,7 +380,7 @@ def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
 def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
-    """Saliency, adversarial examples."""
+    """Saliency maps and adversarial examples need this."""
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", **options)
     other = AdamW(theirs.parameters(), **SETTINGS)

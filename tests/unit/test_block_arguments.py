@@ -1,4 +1,4 @@
-"""Arguments of blocks are taken apart and put together again, whatever structure they have."""
+"""Arguments of blocks are taken apart and reassembled, whatever structure they have."""
 
 import collections
 import enum

@@ -1,4 +1,4 @@
-"""A hard budget for host memory: amounts, the share of a rank, and refusals that name owner, use and room."""
+"""A hard budget for host memory: amounts, the share of a rank, and refusals that name owner, use and free space."""
 
 import threading
 
@@ -103,7 +103,7 @@ def test_an_allocation_beyond_the_budget_names_owner_use_and_room_and_takes_noth
     ):
         assert part in message
     assert "\n" not in message
-    assert {block["address"] for block in _C.pinned_live()} <= mapped  # an earlier test's may go meanwhile
+    assert {block["address"] for block in _C.pinned_live()} <= mapped  # those of an earlier test may be freed meanwhile
     assert [entry.name for entry in ledger.entries()] == ["pool-0"]
     assert kept.numel() == 2 * MIB
 

@@ -1,4 +1,4 @@
-"""Host memory under control groups: other machines' files, and a real group where one can be made."""
+"""Host memory under control groups: files as on other machines, and a real group where one can be made."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from memascend.training import preflight
 from memascend.training.config import TrainConfig
 
 GIB = 2**30
-NONE_V1 = str(2**63 - 4096)  # the kernel's word for no limit
+NONE_V1 = str(2**63 - 4096)  # how the kernel writes that there is no limit
 
 
 def machine(root: Path, contents: dict[str, str], total_gib: int = 64, available_gib: int = 60) -> Path:
@@ -89,7 +89,7 @@ def test_a_version_1_group_leaves_what_its_own_use_leaves(tmp_path):
 
 
 def test_a_container_that_sees_its_own_group_as_the_top(tmp_path):
-    """/proc/self/cgroup names the host's folder, the mount shows that folder itself, and its place is unusual."""
+    """/proc/self/cgroup names the host's folder, but the mount shows that folder itself, at an unusual place."""
     mount = "35 31 0:32 /docker/abc /mnt/groups/memory ro shared:9 - cgroup cgroup rw,memory\n"
     root = machine(
         tmp_path,
@@ -157,7 +157,7 @@ except MemoryError as error:
 
 @pytest.fixture
 def group():
-    """A folder of a new memory control group with a limit of 256 MiB, below the group of this process."""
+    """Make a memory control group with a limit of 256 MiB, below the group of this process; return its folder."""
     version, place = 2, Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""What an earlier process has left is compared with its checksums when it is first read, and not in every step."""
+"""Data of an earlier process are compared with their checksums when first read, and not in every step."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ def test_two_sets_of_results_are_told_apart_by_their_quartiles(tmp_path, capsys,
 
 
 def streams(folder, name, engine, **settings):
-    """A record of `bench nvme`, whose repeats each run for 0.7 s."""
+    """Write a record of `bench nvme`, whose repeats each run for 0.7 s."""
     point = {"question": "stream", "method": "engine io_uring", "op": "write", "engine": engine, "fio": [2e9, 2e9]}
     folder.mkdir(exist_ok=True)
     record = {"benchmark": "nvme", **settings, "points": [point | {"seconds": [0.7] * len(engine)}]}
@@ -104,8 +104,11 @@ def test_a_claim_in_two_tables_of_one_folder_is_told(tmp_path, capsys):
 
 
 def artifact(path, files, **later):
-    """A zip with the sums of `files`; `later`: what its entries hold instead, without their sums (None: no such entry),
-    paths with `__` for the slash."""
+    """Write a zip of `files` with their sums.
+
+    `later`: contents that replace or add entries without changing the sums (None: no such entry); `__` stands for a
+    slash.
+    """
     files = {"artifact.json": '{"version": "1.0", "profile": "smoke"}'} | files
     sums = "".join(f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in files.items())
     files = files | {"SHA256SUMS": sums} | {name.replace("__", "/"): text for name, text in later.items()}
@@ -131,7 +134,7 @@ def test_two_artifacts_are_compared_by_their_records_and_claims(tmp_path, capsys
     said = capsys.readouterr().out
     assert "x (modelled): A deviates (1), B reproduced (1)" in said
     assert "r: one 4 forward_s: A 1 [1, 1] s, B 0 [0, 0] s, B / A 0.000: B is faster" in said
-    assert cli.main([command[0], command[2], command[1]]) == 0  # nothing is divided by a median of zero
+    assert cli.main([command[0], command[2], command[1]]) == 0  # no division by a median of zero
     assert "B 1 [1, 1] s: B is slower" in capsys.readouterr().out
     (tmp_path / "a.zip").write_bytes(b"PK")
     assert cli.main(command) == 2

@@ -1,4 +1,4 @@
-"""What DeepSpeed would compile on first use is known beforehand, for the accelerator that computes."""
+"""It is known in advance what DeepSpeed would compile on first use for the accelerator that computes."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deepspeed
 
 @pytest.fixture
 def made_for(monkeypatch, tmp_path):
-    """Ops of an accelerator, ready made; torch's folder of extensions is empty."""
+    """Set up prebuilt ops of an accelerator; torch's folder of extensions is empty."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def made(accelerator: str) -> None:
@@ -61,7 +61,7 @@ def test_the_lock_of_a_killed_compile_is_named_and_that_of_a_running_one_is_wait
     baton = FileBaton(str(tmp_path / "cpu_adam/lock"))
     assert baton.try_acquire()
     ops.refuse_abandoned_locks()
-    os.close(baton.fd)  # what is left of a process that was killed
+    os.close(baton.fd)  # as a killed process leaves it
     with pytest.raises(ValueError, match=rf"^DeepSpeed's op cpu_adam .* rm {tmp_path}/cpu_adam/lock$"):
         ops.refuse_abandoned_locks()
     with pytest.raises(ValueError, match="cpu_adam/lock"):

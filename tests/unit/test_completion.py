@@ -1,4 +1,4 @@
-"""What both engines promise alike: how requests end, are reported, cancelled, counted and made to fail."""
+"""Properties that both engines have: how requests end, are reported, cancelled, counted and made to fail."""
 
 import asyncio
 import errno
@@ -19,7 +19,7 @@ BLOCK = 1 << 14
 
 
 class Files:
-    """A file engine behind the calls that this test makes of both."""
+    """A file engine behind the calls that this test makes to both engines."""
 
     def __init__(self, folder, layer):
         self.folder, self.engine = folder, FileEngine(threads=1, block_bytes=BLOCK, faults=layer)
@@ -88,7 +88,7 @@ def test_what_has_ended_can_be_taken_without_a_thread_that_waits(at):
 
 
 def test_an_event_loop_chains_requests(at):
-    """A write, and once it has ended a read of it, ten times over; the loop's thread never blocks in the engine."""
+    """A write, and after its end a read of it, ten times; the loop's thread never blocks in the engine."""
 
     async def chain() -> list[torch.Tensor]:
         loop, futures = asyncio.get_running_loop(), {}

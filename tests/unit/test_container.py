@@ -1,4 +1,4 @@
-"""The recipes for containers agree with each other and the set-up, and the ops in an image are of its CPU level."""
+"""The container recipes agree with each other and with the set-up, and an image's ops are for its CPU level."""
 
 import os
 import re
@@ -41,14 +41,14 @@ def test_both_recipes_have_one_base_and_the_same_packages():
 
 
 def test_the_image_has_every_system_package_that_the_set_up_asks_for():
-    """But file systems that only root can mount, and the image's user is not root."""
+    """Except for file systems that only root can mount, since the image's user is not root."""
     asked = set(" ".join(re.findall(r"(?:needed|useful)\+=\((.*?)\)", SETUP)).split())
     assert {"g++", "libaio-dev", "python3-dev"} <= asked
     assert asked - {"btrfs-progs", "chromium", "xfsprogs"} <= set(debian_packages("Containerfile"))
 
 
 def test_the_base_s_python_is_one_that_the_project_runs_on():
-    """Debian bookworm has Python 3.11; the recipes install it as python3."""
+    """Debian bookworm has Python 3.11, which the recipes install as python3."""
     least = tomllib.loads(text("pyproject.toml"))["project"]["requires-python"]
     assert least.startswith(">=3.11,")
     assert all("bookworm" in text(name) for name in RECIPES)
@@ -57,7 +57,7 @@ def test_the_base_s_python_is_one_that_the_project_runs_on():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_image_s_packages_come_by_the_set_up_and_for_a_stated_level(name):
-    """So constraint files and hashes hold in it as everywhere, and no line of its own installs what is not pinned."""
+    """Constraint files and hashes thus apply in it too, and no line of the recipe installs an unpinned package."""
     said = text(name)
     assert "make setup" in said
     assert not re.search(r"\bpip3? +install\b", said)
@@ -89,7 +89,7 @@ def test_the_how_to_names_the_files_and_the_level():
 
 
 def macros(folder: Path, *words: str) -> str:
-    """What the compiler's stand-in defines for these words."""
+    """Return the macros that the compiler wrapper defines for these arguments."""
     compiler = build_ops.compiler_without_debug_information(folder)
     command = [str(compiler), *words, "-E", "-dM", "-x", "c++", "/dev/null"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -137,7 +137,7 @@ def test_ops_of_another_level_are_built_again_and_those_of_this_one_are_not(tmp_
     monkeypatch.setattr(build_ops, "mark", lambda: mark)
     monkeypatch.setattr(build_ops, "works", lambda: None)
     monkeypatch.delenv("MEMASCEND_CPU_LEVEL", raising=False)
-    assert build_ops.installed("native")  # as set-ups before there were levels left them
+    assert build_ops.installed("native")  # as set-ups left them before there were levels
     monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "x86-64-v3")
     assert not build_ops.installed("v3")
     mark.write_text("v3")

@@ -1,4 +1,4 @@
-"""Limits on I/O and CPU take both versions of the kernel's control groups."""
+"""Limits on I/O and CPU work with both versions of the kernel's control groups."""
 
 import os
 
@@ -7,13 +7,13 @@ import pytest
 from hardware import control_groups
 from hardware.control_groups import CannotThrottleError, Controller, find_controller
 
-# A folder plays the kernel's hierarchy here: what is written is looked at. That version 1 and 2 really limit is tested
-# where the machine has one of them: tests/unit/test_time_twin.py, tests/integration/test_several_paths.py.
+# A folder replaces the kernel's hierarchy here, and the tests check what is written. That versions 1 and 2 really limit
+# is tested on machines that have one of them: tests/unit/test_time_twin.py, tests/integration/test_several_paths.py.
 
 
 @pytest.fixture
 def second(tmp_path, monkeypatch):
-    """A machine with version 2 alone; its root."""
+    """Make a machine with version 2 only; return its root."""
     root = tmp_path / "cgroup"
     root.mkdir()
     (root / "cgroup.controllers").write_text("cpuset cpu io memory\n")

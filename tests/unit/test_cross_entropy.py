@@ -1,4 +1,4 @@
-"""Cross-entropy without the logits, against torch's over all of them."""
+"""Cross-entropy without the full logits, against torch's over all of them."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from memascend.memory import tracking
 from memascend.ops.cross_entropy import LogitTransform, chunked_linear_cross_entropy
 
 TOKENS, HIDDEN, VOCABULARY = (3, 37), 16, 101
-# The gradient of one token's logits takes 12 to 16 bytes a word: 16 tokens at a time, the last chunk smaller.
+# The gradient of one token's logits takes 12 to 16 bytes per word: 16 tokens at a time, the last chunk smaller.
 CHUNK_BYTES = 16 * VOCABULARY * 16
 
 
@@ -63,13 +63,14 @@ def test_16_bits_are_as_near_to_the_truth_as_torch(dtype):
     assert relative_difference(found[0], expected[0]) <= 1e-6
     for ours, theirs, exact in zip(found[1:], expected[1:], truth[1:]):
         assert ours.dtype == dtype
-        # A rounding of 16 bits more or less, of the largest element.
+        # One more rounding to 16 bits is allowed, relative to the largest element.
         assert relative_difference(ours, exact) <= relative_difference(theirs, exact) + torch.finfo(dtype).eps
 
 
 def test_fp16_gradients_of_a_scaled_loss_do_not_underflow():
     hidden, weight, bias, labels = operands(torch.float16)
-    hidden, weight = hidden / 64, weight / 64  # nearly equal logits: softmax / tokens is below fp16's normal numbers
+    # nearly equal logits: softmax / tokens is below the smallest normal fp16 number
+    hidden, weight = hidden / 64, weight / 64
     scale = 2.0**16
     truth = loss_and_gradients(reference, hidden.double(), weight.double(), bias.double(), labels, scale)
     found = loss_and_gradients(chunked_linear_cross_entropy, hidden, weight, bias, labels, scale)

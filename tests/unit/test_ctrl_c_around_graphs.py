@@ -1,4 +1,4 @@
-"""Ctrl-C where Python gives no second chance: in context managers of torch, and in what a graph lets go of."""
+"""Ctrl-C where Python gives no second chance: in torch's context managers, and while a graph is freed."""
 
 import _thread
 import contextlib
@@ -21,7 +21,7 @@ from tests.unit.test_streaming_loop import assert_equal, begin, loop
 
 
 def interrupt(monkeypatch, manager, method, number):
-    """KeyboardInterrupt at the end of the `number`th `__enter__`, or at the beginning of that `__exit__`."""
+    """Raise KeyboardInterrupt at the end of the `number`th `__enter__`, or at the beginning of that `__exit__`."""
     stock, calls = getattr(manager, method), itertools.count()
 
     def interrupted(self, *error):
@@ -94,8 +94,8 @@ def offloaded_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("kind", [offloaded_in_the_cache, offloaded_checkpoints])
 def test_ctrl_c_arrives_while_a_graph_is_let_go_of(tmp_path, kind):
-    """C++ does that between the nodes of a backward pass, where a `__del__` of ours would be the first code to hear of
-    it, and Python ignores what a `__del__` raises."""
+    """C++ frees a graph between the nodes of a backward pass. A `__del__` of ours would be the first Python code to see
+    the interrupt, and Python ignores what a `__del__` raises."""
     context, loss_of = kind(tmp_path)
     layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     with context:

@@ -63,7 +63,7 @@ def test_as_printed_an_item_stays_local_while_it_fits_whatever_its_level():
 
 
 def test_as_printed_an_even_split_goes_beyond_what_is_left_of_dram():
-    """X5: 12B, one card: 36.7 GiB are left, the even split takes 45.6, and 136.9 of 128 GiB are given away."""
+    """X5: 12B, one card: 36.7 GiB are left, the even split takes 45.6, so that 136.9 of 128 GiB are allocated."""
     p = NEMO_12B
     placed, beyond = carried_out([128 * GIB, 512 * GIB], {1: [4 * p, 4 * p, 8 * p]})
     assert gib(placed["level_1_item_2"]) == {0: 45.6, 1: 45.6}
@@ -89,7 +89,7 @@ def test_the_default_keeps_every_byte_and_every_capacity(scenario):
 def test_the_default_fills_dram_with_states_and_divides_the_rest_by_bandwidth():
     placed = allocation(TIGHT, OURS)
     assert gib(placed["fp32 P"]) == {0: 45.6}
-    # Momentum whole, and of the variance 120 in 120 + 27 + 27 GB/s; what that leaves is the gradients'.
+    # Momentum is whole in DRAM, and 120 / (120 + 27 + 27) of the variance (bandwidths in GB/s); gradients get the rest.
     assert gib(placed["fp32 O"]) == {0: 77.1, 1: 7.1, 2: 7.1}
     assert gib(placed["fp32 G"])[0] == 5.3
     assert placed["fp32 G"][1] == pytest.approx(placed["fp32 G"][2], abs=1)
@@ -116,7 +116,7 @@ def test_a_plan_never_puts_more_on_a_node_than_it_has():
     made = place(entries, topology_of(NODES), "latency_first")
     assert made.fits
     assert gib(made.placed[OTHER]) == {0: 1.5}
-    assert gib(made.placed[MASTERS]) == {0: 2.4, 1: 0.6}  # of 2.5 GiB, by the bandwidths 200 and 50
+    assert gib(made.placed[MASTERS]) == {0: 2.4, 1: 0.6}  # of the 2.5 GiB that are free, by the bandwidths 200 and 50
     assert gib(made.placed[WEIGHTS]) == {0: 0.1, 1: 1.9}
     assert made.used(0) <= 4 * GIB
 
@@ -137,7 +137,7 @@ def test_a_plan_for_this_machine_takes_its_memory_nodes(capsys, monkeypatch):
     ]
     monkeypatch.setattr(Topology, "read", lambda: Topology.of(*nodes))
     arguments = ["plan", "--model", "qwen2.5-7b", "--system", "cxl", "--testbed", "local", "--json"]
-    cli.main(arguments)  # whether it fits is this machine's limit's to say
+    cli.main(arguments)  # whether it fits depends on this machine's memory
     made = json.loads(capsys.readouterr().out)["memory_nodes"]
     assert [(node["name"], node["capacity_bytes"] / GIB) for node in made["nodes"]] == [("node0", 200), ("node2", 300)]
     monkeypatch.setattr(Topology, "read", lambda: Topology.of(nodes[0]))

@@ -1,6 +1,6 @@
-"""A step over several memory nodes: what each policy loads, and what the paper's two findings come to.
+"""A step over several memory nodes: the load of each policy, and the paper's two findings.
 
-Rates of nodes are data sheets' (hardware/testbeds/cxl-a.yaml), so that the papers' percentages are held out.
+Rates of nodes are from data sheets (hardware/testbeds/cxl-a.yaml), so the papers' percentages are held-out predictions.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def phases(arm, **changes):
 
 
 def test_interleaving_makes_adamw_wait_for_the_card():
-    """Half of what AdamW streams comes from each node: it takes the card's time, DRAM's alone is shorter."""
+    """Half of AdamW's traffic comes from each node: it takes the card's time, since DRAM alone is faster."""
     naive, local = phases("naive")["optimizer"].seconds, phases("baseline")["optimizer"].seconds
     assert naive / local == pytest.approx(DRAM / CARD / 2, rel=0.01)
 
@@ -45,10 +45,10 @@ def test_aware_allocation_is_never_behind_interleaving_and_near_local_memory():
     local = simulated("baseline").tokens_per_second
     aware, naive = (simulated(arm).tokens_per_second / local for arm in ("cxl_aware", "naive"))
     assert naive < aware
-    assert 0.95 < aware < 1.02  # what lies on the card leaves DRAM to AdamW
+    assert 0.95 < aware < 1.02  # with part of the data on the card, AdamW has DRAM to itself
 
 
 def test_two_gpus_share_a_cards_link():
-    """What both fetch from one card comes at half the rate for each (Fig. 6), where both links wait for it."""
+    """Transfers from one card to both are at half the rate for each (Fig. 6), if both links wait for it."""
     one, two = (phases("naive", ranks=ranks, batch=1, context=128)["forward"].by_resource for ranks in (1, 2))
     assert two["cxl0"] == pytest.approx(2 * one["cxl0"], rel=0.01)

@@ -1,4 +1,4 @@
-"""Names of version 1.0 that have changed work as before, and say what to use."""
+"""Names of version 1.0 that have changed work as before, and warn with the new name."""
 
 import importlib
 import warnings
@@ -47,7 +47,7 @@ def test_a_workload_still_has_its_fates():
 
 
 def test_torn_states_is_still_the_name_of_an_interrupted_update(monkeypatch):
-    monkeypatch.delitem(vars(memascend), "TornStates", raising=False)  # as found by an earlier test
+    monkeypatch.delitem(vars(memascend), "TornStates", raising=False)  # an earlier test may have looked it up
     with pytest.warns(FutureWarning, match=r"memascend\.TornStates is now memascend\.InterruptedUpdate") as found:
         from memascend import TornStates
     assert len(found) == 1

@@ -1,4 +1,4 @@
-"""Sizes derived from a model's tensors and from the machine, in the order in which DeepSpeed counts them."""
+"""Sizes derived from a model's tensors and from the machine, in DeepSpeed's order of counting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBEDDING, BLOCK = (
     545_000_000,
     [12_800_000, 3_600, 1_800_000, 1_800_000, 12_800_000, 67_900_000, 67_900_000, 67_900_000],
 )
-MODEL = [EMBEDDING, *(BLOCK * 28), 3_584, EMBEDDING]  # Qwen2.5-7B's order and sizes
+MODEL = [EMBEDDING, *(BLOCK * 28), 3_584, EMBEDDING]  # order and sizes of Qwen2.5-7B
 
 
 def test_a_sub_group_closes_as_soon_as_it_is_large_enough():
@@ -60,7 +60,7 @@ def test_each_pipelined_direction_of_the_optimizer_takes_the_buffers_of_another_
 
 
 def test_they_need_neither_torch_nor_deepspeed():
-    """The planner takes them where neither is installed."""
+    """The planner derives them where neither is installed."""
     program = "import sys, memascend.planner.derived_sizes; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,4 @@
-"""No store is made where anything else may lie: by signatures, by users, by words."""
+"""No store is made on a device that may have other data: checked by signatures, users, and the given name."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def image(folder, name="image", size=8 << 20):
 
 @pytest.fixture
 def loop(tmp_path):
-    """A loop device on a file of zeros."""
+    """Make a loop device on a file of zeros."""
     if os.geteuid() != 0 or not shutil.which("losetup"):
         pytest.skip("loop devices need root and losetup")
     path = image(tmp_path, "backing", 32 << 20)
@@ -101,7 +101,7 @@ def test_what_is_no_device_is_refused(tmp_path):
 
 
 def test_the_root_file_systems_device_is_refused():
-    """Nothing is written; the refusal must come before any thought of it."""
+    """Nothing is written; the refusal must come first."""
     number = os.stat("/").st_dev
     node = f"/sys/dev/block/{os.major(number)}:{os.minor(number)}"
     if not os.path.exists(node):
@@ -114,7 +114,7 @@ def test_the_root_file_systems_device_is_refused():
 
 
 def fake_device(monkeypatch, tmp_path, loop, **files):
-    """What the kernel says about the loop device, with some answers changed."""
+    """Change some of the kernel's answers about the loop device."""
     real = devices._read_or
 
     def read(path, default, *rest):

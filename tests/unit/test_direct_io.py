@@ -1,4 +1,4 @@
-"""Past the page cache: what the device demands of memory, and what is said and done where O_DIRECT is refused."""
+"""Transfers past the page cache: the device's alignment of memory, and what happens where O_DIRECT is refused."""
 
 import errno
 import logging
@@ -42,7 +42,7 @@ def direct_engine(folder, layer=None, **options):
 
 
 def at_512(nbytes):
-    """Memory at a multiple of 512 bytes that is none of 4096."""
+    """Return memory at a multiple of 512 bytes that is not a multiple of 4096."""
     memory = torch.randint(0, 256, (nbytes + 8192,), dtype=torch.uint8)
     begin = -memory.data_ptr() % 4096 + 512
     return memory[begin : begin + nbytes]
@@ -115,7 +115,7 @@ def shared_direct(folder):
 
 @pytest.fixture
 def in_memory():
-    """A folder in memory, where newer kernels take O_DIRECT and copy all the same."""
+    """Make a folder in memory, where newer kernels accept O_DIRECT but copy all the same."""
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no writable /dev/shm")
     folder = Path("/dev/shm", f"direct-io-test-{os.getpid()}")
@@ -169,7 +169,7 @@ def test_a_file_system_that_refuses_to_open_is_told_from_one_that_fails(tmp_path
     with direct_engine(tmp_path, layer) as engine:
         assert not engine.direct
         round_trip(engine, at_512(100_000), engine.write, engine.read)
-        assert engine.statistics.bounced_bytes < 10_000  # the page cache takes any memory
+        assert engine.statistics.bounced_bytes < 10_000  # the page cache accepts any alignment
     assert len(caplog.records) == 1
     layer.add("open", times=1, error=errno.EINVAL)
     with pytest.raises(RuntimeError, match="refuses O_DIRECT"):
@@ -180,7 +180,7 @@ def test_a_file_system_that_refuses_to_open_is_told_from_one_that_fails(tmp_path
 
 
 def test_an_overlay_is_used_as_what_lies_below_it(tmp_path):
-    """As in containers: ext4 or XFS under an overlay serves O_DIRECT."""
+    """Containers have overlays: one over ext4 or XFS supports O_DIRECT."""
     folders = {name: tmp_path / name for name in ("lower", "upper", "work", "merged")}
     for folder in folders.values():
         folder.mkdir()
@@ -197,7 +197,7 @@ def test_an_overlay_is_used_as_what_lies_below_it(tmp_path):
     finally:
         subprocess.run(
             ["umount", "--lazy", str(folders["merged"])], check=True
-        )  # a ring holds its files a little longer
+        )  # a ring keeps its files open a little longer
 
 
 def test_a_failed_write_for_want_of_space_leaves_a_volatile_tensor_as_it_was(tmp_path):
@@ -208,7 +208,7 @@ def test_a_failed_write_for_want_of_space_leaves_a_volatile_tensor_as_it_was(tmp
         with pytest.raises(StorageError, match="no space left"):
             engine.write("t", torch.zeros(1 << 19))
         assert bool((engine.read_new("t") == 7).all())
-        engine.write("t", torch.ones(1 << 18))  # the old one's space is used
+        engine.write("t", torch.ones(1 << 18))  # the space of the old tensor is reused
         engine.wait()
         assert bool((engine.read_new("t") == 1).all())
 

@@ -1,4 +1,4 @@
-"""A run's report says how AdamW's work was divided over nodes with processors, where there are several."""
+"""A run's report says how AdamW's work was divided over nodes with processors, if there are several."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ STEP = {"kind": "step", "step": 1, "tokens": 8, "skipped": 0, "loss": 1.0, "seco
 
 @pytest.fixture
 def reported(tmp_path, monkeypatch):
-    """What a finished run writes on a machine, given AdamW's counts in it: the report as data and as text."""
+    """Return the report of a finished run on a machine, given AdamW's counts, as data and as text."""
 
     def write(topology, counts):
         monkeypatch.setattr(worker_module, "chunk_counts", lambda: counts)

@@ -1,4 +1,5 @@
-"""`memascend doctor`: each probe on other machines' files, each check's three answers, and the real thing here."""
+"""`memascend doctor`: each probe on files as on other machines, each
+check's three answers, and the real probes here."""
 
 import errno
 import json
@@ -45,7 +46,7 @@ def meminfo(total_gib: int, available_gib: int, swap_gib: int = 0) -> dict[str, 
 
 
 def judged(check, status: str, *words: str) -> None:
-    """The status, words of what was found and of the fix; whatever is not ok has a fix."""
+    """Check the status, and words of the finding and of the fix; every status except ok has a fix."""
     assert check.status == status, check
     assert bool(check.fix) == (status != OK)
     for word in words:
@@ -255,7 +256,7 @@ def test_free_space(tmp_path):
 
 @pytest.fixture
 def direct(tmp_path):
-    """A folder whose file system takes O_DIRECT."""
+    """Return a folder whose file system accepts O_DIRECT."""
     refused = takes_direct_io(tmp_path)
     if refused:
         pytest.skip(f"{tmp_path}: {refused}")
@@ -316,7 +317,7 @@ def test_packages(tmp_path):
     judged(packages.check_ops(None, ["async_io", "cpu_adam"]), OK)
     locks = {"cpu_adam": tmp_path / "lock"}
     judged(packages.check_ops(None, ["async_io", "cpu_adam"], locks=locks), FAIL, "cpu_adam would wait", "lock, unless")
-    judged(packages.check_ops(tmp_path, locks=locks), OK)  # ready made: nothing is loaded from there
+    judged(packages.check_ops(tmp_path, locks=locks), OK)  # prebuilt: nothing is loaded from this folder
 
 
 def test_the_command_prints_every_check_and_its_status(capsys, direct):

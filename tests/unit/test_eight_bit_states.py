@@ -1,4 +1,5 @@
-"""The streaming engine with 8-bit moments: `AdamW8bit` in memory, to the bit, in 4.1 bytes per parameter on the SSD."""
+"""The streaming engine with 8-bit moments: equal to `AdamW8bit` in memory
+bit by bit, in 4.1 bytes per parameter on the SSD."""
 
 import copy
 import itertools
@@ -40,7 +41,7 @@ def train_in_memory(of, data, accumulate=1):
 
 
 def assert_states_equal(engine, of, optimizer):
-    """Weights, codes and scales."""
+    """Check that weights, codes and scales are equal."""
     assert_equal(engine, of)
     for name, parameter in of.named_parameters():
         if parameter in optimizer.state:
@@ -79,7 +80,7 @@ def test_a_step_is_that_of_the_optimizer_in_memory(tmp_path, chosen):
 
 
 def test_what_is_cut_into_pieces_is_rounded_as_a_whole(tmp_path):
-    """Pieces of 65,536 elements, of parameters that no piece holds."""
+    """Pieces of 65,536 elements; the parameters do not fit into one piece."""
     ours, theirs, data = odd(hidden=168), odd(hidden=168), batches(2)
     engine = streamed(ours, tmp_path, states=torch.int8, piece_elements=1 << 16)
     assert max(len(unit.pieces) for unit in engine.layout.units) > 2
@@ -113,7 +114,7 @@ def test_every_cut_is_the_beginning_of_a_block(width):
     order = [(name, torch.Size(shape).numel()) for unit in units for name, shape, _ in unit.parameters]
     layout = make_layout(units, order, weights=torch.bfloat16, states=torch.int8)
     runs = [run for piece in layout.pieces for run in piece.runs]
-    assert len(layout.units) > len(units)  # the matrices come by slices
+    assert len(layout.units) > len(units)  # the matrices are in slices
     assert len(runs) > len(order)
     for run in runs:
         assert (run.part.offset + run.begin) % 32 == 0
@@ -154,7 +155,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     engine = streamed(ours, tmp_path, states=torch.int8)
     train(ours, engine, data[:2])
     engine.keep({})
-    ours(data[2]).backward()  # a step that never ends
+    ours(data[2]).backward()  # a step that is not completed
     engine.close()
     again = odd(seed=5)
     engine, _ = StreamingEngine.resume(again, tmp_path / "session", groups(again), EIGHT)
@@ -216,7 +217,7 @@ def test_a_state_dict_goes_on_in_another_folder_and_in_memory(tmp_path):
 
 
 def of_torch(of, data):
-    """A state dict of numbers."""
+    """Train with torch's AdamW; return its state dict, whose keys are the numbers of parameters."""
     optimizer = torch.optim.AdamW(of.parameters(), **SETTINGS)
     loop(of, optimizer, data)
     return optimizer.state_dict()

@@ -73,7 +73,7 @@ def test_a_scalar_and_an_empty_tensor(files, tmp_path):
 @pytest.mark.parametrize("requests", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_mixed_requests_keep_every_byte(tmp_path, backend, workers, requests):
-    """Writes, overwrites, whole and partial reads, erasures, commits and cancellations at random; all compared."""
+    """Random writes, overwrites, whole and partial reads, erasures, commits and cancellations; all are compared."""
     files = make_files(tmp_path, count=3, size=64 << 20)
     rng = random.Random(requests + workers)
     source = torch.randint(0, 256, (1 << 21,), dtype=torch.uint8)
@@ -82,7 +82,7 @@ def test_mixed_requests_keep_every_byte(tmp_path, backend, workers, requests):
     with open_engine(files, tmp_path, backend=backend, workers=workers, depth=8) as engine:
         done = 0
         while done < requests:
-            writes, reads = {}, []  # of a round, which are not ordered: no key is in both
+            writes, reads = {}, []  # requests of a round, which are not ordered: no key is in both
             for _ in range(rng.randrange(1, 40)):
                 key = f"t{rng.randrange(40)}"
                 length = min(len(source) - 600, int(rng.lognormvariate(9, 2)))

@@ -1,4 +1,4 @@
-"""Activations that are swapped rather than computed again: the same bits, decided by LoHan's model of an iteration."""
+"""Activations that are swapped rather than recomputed: the same bits, decided by LoHan's model of an iteration."""
 
 import errno
 
@@ -21,7 +21,7 @@ from memascend.swapping import Operator, Rates, algorithm_1, best, is_convex, it
 
 HIDDEN = 64
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-PRODUCTS = 4  # in, attention, out, down: of a block
+PRODUCTS = 4  # in, attention, out, down: products of a block
 
 
 class Block(nn.Module):
@@ -96,7 +96,7 @@ def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, 
         assert torch.equal(values, theirs.get_parameter(name)), name
     statistics = engine._swapping.cache.statistics
     size = dtype.itemsize * 2 * 24 * HIDDEN
-    attention = size + 2 * 4 * 24 * 4  # and its sums in fp32
+    attention = size + 2 * 4 * 24 * 4  # with its sums in fp32
     assert engine.decision.more_bytes == engine.decision.offered_bytes == 4 * (3 * size + attention + 2 * size)
     assert statistics.written == 3 * 4 * 6 * size  # all steps but the first; the sums are too small to be worth it
     assert statistics.live_tensors == 0
@@ -139,7 +139,8 @@ def test_every_rule_trains_to_the_same_bits_and_says_what_it_does(tmp_path, rule
     assert "of products' results" in str(engine.decision)
     assert "\n" not in str(engine.decision)
     if rule == "20000":
-        assert engine.decision.more_bytes == 4 * 2 * 24 * HIDDEN  # the largest product does not fit, the next one does
+        # the largest product does not fit, but the next one does
+        assert engine.decision.more_bytes == 4 * 2 * 24 * HIDDEN
         shares = [engine._swapping.computed_again(f"layers.{number}") for number in range(4)]
         assert 0 < shares[0] < shares[-1] == 1.0
     without = streamed(theirs, tmp_path / "computed again", clip=1.0)
@@ -166,16 +167,16 @@ def test_only_the_chosen_products_are_left_out_of_the_recomputation():
     assert mode.taken.tensors() == []
     mode.taken.bring_back([torch.full_like(each, 2.0) for each in tensors])
     with Replaying(mode.taken, "block 0"):
-        assert not torch.equal(block(x), expected)  # what was put in their place is used
+        assert not torch.equal(block(x), expected)  # the replaced values are used
     mode.taken.bring_back(tensors)
     with Replaying(mode.taken, "block 0"):
         assert torch.equal(block(x), expected)
-    with Replaying(mode.taken, "block 0"):  # it can be done again: nothing was changed in place
+    with Replaying(mode.taken, "block 0"):  # it can be repeated: nothing was changed in place
         assert torch.equal(block(x), expected)
 
 
 def test_what_a_product_leaves_undefined_stays_so_in_its_replay(monkeypatch):
-    """A GPU's flash attention returns tensors, numbers, and between them tensors that are not there."""
+    """A GPU's flash attention returns tensors, numbers, and undefined tensors between them."""
     monkeypatch.setattr("memascend.engine.operators.Generators", lambda _: 0)  # "meta" has none
     query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
     attend = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -218,7 +219,7 @@ def test_a_bound_by_compute_is_swapped_for_and_one_by_the_ssd_is_not():
     assert chosen.more_bytes == chosen.offered_bytes == 10e9
     assert "backward is bound by compute" in str(chosen)
     slow = Rates(gpu=1e15, link=20e9, read=1e9, write=1e9)
-    kept = decide(iteration(), slow, "best")  # erratum L17: nothing that is swapped makes it shorter
+    kept = decide(iteration(), slow, "best")  # erratum L17: swapping does not make it shorter
     assert kept.more_bytes == 0 == decide(iteration(), slow, "algorithm 1").more_bytes
     assert "backward is bound by SSD" in str(kept)
     assert decide(iteration(), slow, "all").more_bytes == 10e9
@@ -227,7 +228,7 @@ def test_a_bound_by_compute_is_swapped_for_and_one_by_the_ssd_is_not():
 
 
 def test_algorithm_1_stops_at_a_plateau_that_looking_at_all_prefixes_sees_beyond():
-    """A time that is convex has none but at its least; one from an order that is not by benefit has."""
+    """A convex time has no plateau except at its minimum; a time in an order that is not by benefit may have one."""
     rates = Rates(gpu=1e12, link=20e9, read=10e9, write=10e9)
     assert is_convex(iteration(), rates)
     assert algorithm_1(iteration(), rates) == best(iteration(), rates)

@@ -1,4 +1,4 @@
-"""What the engine counts for a plan is what it moves, to the byte, and what its folder takes."""
+"""The engine's count for a plan is what it moves, to the byte, and what its folder takes."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 
 HIDDEN, TOKENS = 32, 400
-SLICED, WHOLE = 5000, 60  # words: a matrix of three slices, and one that is none
+SLICED, WHOLE = 5000, 60  # words: a matrix of three slices, and one that is not sliced
 
 
 class Model(nn.Module):
@@ -41,11 +41,11 @@ class Model(nn.Module):
 
 
 def moved_and_counted(folder, dtype=torch.float32, model=None, **options):
-    """((bytes read, written) of the third step, the count of it, bytes in the folder, the count of those)."""
+    """Return ((bytes read, written) of the third step, their count, bytes in the folder, their count)."""
     torch.manual_seed(0)
     made = Model(**(model or {})).to(dtype)
     words = made.embedding.num_embeddings
-    ids = torch.arange(TOKENS) * (words // TOKENS or 1) % words  # every slice has some
+    ids = torch.arange(TOKENS) * (words // TOKENS or 1) % words  # every slice has some of them
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False)
     with streaming(folder, allocator=allocator) as session:
         session.hook(made)
@@ -68,7 +68,8 @@ def assert_same(moved, counted, taken, room):
     read, written = moved
     assert counted.total_read == read
     records = counted.written_by_kind()[RECORDS]
-    assert written == pytest.approx(counted.total_written, abs=records / 4)  # numbers with fewer digits
+    # numbers in the records may have fewer digits than counted
+    assert written == pytest.approx(counted.total_written, abs=records / 4)
     assert taken == pytest.approx(room, rel=0.01)
 
 

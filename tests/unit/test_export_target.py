@@ -1,4 +1,4 @@
-"""Where `memascend export` may not write is said before anything is read."""
+"""`memascend export` refuses a target that it cannot write before it reads anything."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_of_two_exports_into_one_folder_the_second_is_refused_and_the_first_stay
         with pytest.raises(ValueError, match=r"another export is writing .*model: wait for it, or name another folder"):
             export(run, tmp_path / "model")
         assert (partial / "weights").read_text() == "half"
-    with _begun(partial, tmp_path / "model"):  # as after one that was cut off
+    with _begun(partial, tmp_path / "model"):  # as an export that was cut off leaves it
         assert not (partial / "weights").exists()
 
 

@@ -1,4 +1,4 @@
-"""An extension that cannot be used is refused in one line before it is loaded, with the torch that it needs."""
+"""An unusable extension is refused in one line before it is loaded, with the torch version that it needs."""
 
 import importlib.machinery
 import sys
@@ -17,7 +17,7 @@ MARK = "memascend extension built against torch "
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """The folder of a package without an extension, that can be imported."""
+    """Make the folder of an importable package without an extension."""
     (tmp_path / "toypackage").mkdir()
     (tmp_path / "toypackage/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

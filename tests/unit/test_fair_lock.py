@@ -1,4 +1,4 @@
-"""One process at a time on a path, in the order in which they came, whatever becomes of a holder."""
+"""One process at a time on a path, in order of arrival, whatever happens to the current user."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outsid
     came = threading.Event()
     theirs.enter(came.set)
     waiting(ours._lock)
-    ours.enter(lambda: inside.append("late"))  # its turn is over: it goes to the end of the line
+    ours.enter(lambda: inside.append("late"))  # its turn is over: it goes to the end of the queue
     assert inside == ["a", "b", "c"]
     assert not came.is_set()
     for _ in "abc":
@@ -171,13 +171,13 @@ def test_two_path_locks_that_always_have_work_take_turns(tmp_path):
 
 @pytest.fixture
 def locks_here(tmp_path, monkeypatch):
-    """Locks in a folder of the test's own."""
+    """Put locks into a folder of this test."""
     for module in (open_paths, path_lock):
         monkeypatch.setattr(module, "FairLock", lambda name: FairLock(name, tmp_path))
 
 
 def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_path):
-    """The thread that waited for it has it then, and has not told the path lock."""
+    """The waiting thread already has the lock, but has not yet told the path lock."""
 
     class Slow(FairLock):
         had, go = threading.Event(), threading.Event()
@@ -221,7 +221,7 @@ def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
 
 
 class _Held:
-    """A tier whose writes end when `until` has, once there is one."""
+    """A tier whose writes end only after `until`, if that is set."""
 
     until = None
 
@@ -263,7 +263,7 @@ def test_two_folders_on_one_drive_are_used_side_by_side_within_a_process(tmp_pat
 
 @pytest.mark.parametrize("counter", [(1 << 63) - 1, -5, 1 << 61])
 def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, caplog):
-    """Every user may write the file."""
+    """The file is writable for every user."""
     lock = FairLock("t", tmp_path)
     Path(lock.path).write_bytes(counter.to_bytes(8, "little", signed=True))
     guard, begun = PathLock(lock), []

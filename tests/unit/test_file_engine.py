@@ -1,4 +1,4 @@
-"""The file engine from Python: exact bytes, typed errors, and what happens at the edges of a process."""
+"""The file engine from Python: exact bytes, typed errors, and what happens at the start and the end of a process."""
 
 import errno
 import gc
@@ -80,7 +80,7 @@ def test_aligned_pinned_memory_bounces_nothing(engine, tmp_path):
 
 
 def test_slice_at_an_odd_address_is_read_right(engine, tmp_path):
-    """A twin's biases have 256 bytes, so what follows them starts at no multiple of 512."""
+    """A twin's biases have 256 bytes, so the next tensor does not start at a multiple of 512."""
     source = random_tensor(10_000)
     engine.async_write(source, tmp_path / "t")
     engine.wait()
@@ -140,7 +140,7 @@ def test_missing_file_and_folder(engine, tmp_path):
     assert got.value.errno == errno.ENOENT
     assert got.value.others == 1
     assert (tmp_path / "good").read_bytes() == raw(torch.ones(10))
-    assert engine.wait() == 0  # the error was reported once; the engine goes on
+    assert engine.wait() == 0  # the error was reported once; the engine continues to work
     engine.async_write(torch.ones(3), tmp_path / "later")
     assert engine.wait() == 1
 
@@ -193,7 +193,7 @@ def test_tensors_in_flight_are_kept_alive_until_wait(engine, tmp_path):
     engine.async_write(tensor, tmp_path / "t")
     del tensor
     gc.collect()
-    fresh = [torch.zeros(50_000) for _ in range(5)]  # would take its memory if it were free
+    fresh = [torch.zeros(50_000) for _ in range(5)]  # would get its memory if it were free
     engine.wait()
     assert (tmp_path / "t").read_bytes() == expected
     assert len(fresh) == 5
@@ -215,7 +215,7 @@ def test_memory_is_given_back_by_wait(engine, tmp_path):
 
 
 def test_wait_lets_other_threads_run(tmp_path):
-    """A reader of a pipe blocks until somebody opens the other end: with the interpreter held, nobody could."""
+    """A reader of a pipe blocks until another thread opens the other end, which is impossible if it keeps the GIL."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = f"""

@@ -1,4 +1,4 @@
-"""Forked children (DataLoader workers) do not take a copy of memory that a ring or a device has pinned."""
+"""Forked children (DataLoader workers) get no copy of memory that a ring or a device has pinned."""
 
 import sys
 
@@ -162,7 +162,7 @@ assert int(pinned(1)[5]) == 7
 
 
 def test_each_read_of_a_streamed_model_checks_once_that_this_is_its_process_and_no_fork():
-    """Also where the process forks while weights are read."""
+    """The check also applies if the process forks while weights are read."""
     run_python(
         STREAMED
         + """
@@ -202,7 +202,7 @@ session.remove()
 
 
 def test_a_worker_of_a_dataloader_is_told_that_a_streamed_model_s_weights_are_elsewhere_and_training_goes_on():
-    """Between steps, and in the middle of one, when slots are held."""
+    """Between steps, and in the middle of one, when buffer slots are in use."""
     run_python(
         STREAMED
         + """

@@ -1,4 +1,4 @@
-"""A forked program of the tests is what the same command of subprocess is: words, surroundings, output, end."""
+"""A forked test program behaves as the same command of subprocess: arguments, environment, output, exit status."""
 
 import os
 import subprocess

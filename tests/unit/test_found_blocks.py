@@ -1,4 +1,4 @@
-"""Which modules are streamed as blocks when nobody names them, in models of more than one list of layers."""
+"""Which modules are streamed as blocks when none are named, in models with more than one list of layers."""
 
 import logging
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Wide(Layer):
-    """Another type."""
+    """A second type of layer."""
 
 
 class Stack(nn.Module):
@@ -56,7 +56,7 @@ class Decoder(Stack):
 
 
 class Vocabulary(nn.Module):
-    """What every model here has around its layers."""
+    """The base of every model here: what surrounds its layers."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class EncoderDecoder(Vocabulary):
 
 
 class Towers(EncoderDecoder):
-    """Both in a list, as some multimodal models have them."""
+    """Two towers in a list, as some multimodal models have them."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class RootParameters(Vocabulary):
 
 
 class Wrapper(nn.Module):
-    """A parameter of its own around a child that is called `model` and has one, too."""
+    """A wrapper with a parameter, around a child that is called `model` and has parameters, too."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,8 @@ class Plain(Vocabulary):
 
 
 class SmallLists(EncoderDecoder):
-    """Beside the layers a list of heads, and one that shares a matrix with the outside."""
+    """Has, in addition to the layers, a list of heads, and a list with a
+    layer that shares a matrix with the outside."""
 
     def __init__(self):
         super().__init__()
@@ -273,7 +274,7 @@ def test_a_store_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
 
 
 def test_a_list_of_one_layer_counts_where_there_is_no_other():
-    """As in ALBERT, whose one layer is run again and again."""
+    """ALBERT has one layer, which it runs repeatedly."""
     of = RootParameters()
     of.layers = nn.ModuleList([nn.ModuleList([Layer()])])
     assert find_blocks(of) == [of.layers[0][0]]

@@ -1,4 +1,4 @@
-"""A store on a nearly full disk finds the space of one that was removed just before: the kernel gives it back late."""
+"""A store on a nearly full disk gets the space of one that was removed just before, which the kernel frees late."""
 
 import time
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ SIZES = [4 << 20] * 4
 
 
 def trained_and_removed(folder):
-    """A store whose file was in io_uring's hands, with pinned memory."""
+    """Use and remove a store whose file is open in io_uring, with pinned memory."""
     store = StateStore.create(folder, "tests", StoreSpace(SIZES, versions=1))
     allocator = PageAlignedPinnedAllocator(lock=False)
     tensors = [allocator.allocate(1 << 20, torch.float32, name=str(key), owner="tests") for key in range(len(SIZES))]
@@ -42,14 +42,14 @@ def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
     with small_file_system(tmp_path / "small", 16 << 20) as small:
         (small / "file").write_bytes(bytes(1 << 20))
         freed_space.unlink(small / "file")
-        freed_space.unlink(small / "file")  # which is gone
+        freed_space.unlink(small / "file")  # the file is already gone
         with pytest.raises(StorageError, match="one version of all states and its auxiliary data do not fit"):
             StateStore.create(small / "states", "tests", StoreSpace(SIZES, versions=1))
         assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
 
 
 def test_what_was_removed_from_an_unmounted_file_system_is_not_expected_on_the_next(tmp_path, monkeypatch):
-    """The next one mounted may get the same device number."""
+    """The next file system may get the same device number."""
     with small_file_system(tmp_path / "one", 16 << 20) as one:
         (one / "file").write_bytes(bytes(8 << 20))
         freed_space.unlink(one / "file")
@@ -77,7 +77,7 @@ def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monke
 
 @pytest.mark.parametrize("tensors", [1023, 1024, 1025, 2001])
 def test_a_store_of_any_number_of_tensors_can_be_made(tmp_path, tensors):
-    """From 1,024 tensors on the log grows with each, and a store takes whole sectors alone."""
+    """From 1,024 tensors on the log grows with each tensor, but a store takes only whole sectors."""
     store = StateStore.create(tmp_path / "states", "model", StoreSpace([4096] * tensors, versions=1))
     value, again = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
     store.write("last", value).wait()

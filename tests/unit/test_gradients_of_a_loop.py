@@ -1,11 +1,11 @@
-"""`p.grad` of a streamed model, and every way of clipping by it: as in torch, or one line."""
+"""`p.grad` of a streamed model, and every way of clipping with it: as in torch, or refused in one line."""
 
 import json
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import (  # bound before any model is streamed, as most scripts do
+from torch.nn.utils import (  # imported before any model is streamed, as most scripts do
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
@@ -79,7 +79,7 @@ def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_pat
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     train(ours, optimizer, data, scaled)
 
-    def the_same(of):  # one factor: a product of two rounds twice
+    def the_same(of):  # a single factor, since a product of two rounds twice
         for number, p in enumerate(of.parameters()):
             factor = float(torch.tensor(1 / (1 + number)))
             p.grad.mul_(factor * 0.3 if number % 2 else factor)
@@ -238,7 +238,7 @@ def test_a_step_that_is_done_again_has_the_loop_s_factors():
     settings = [AdamSettings(step=3, **common, grad_factor=factor) for factor in (1.0, 0.25)]
     record = json.loads(json.dumps(Redo.of(Waiting(), settings, {}, []).record))
     assert Redo(record).settings(["a", "b"]) == dict(zip("ab", settings, strict=True))
-    for each in record["settings"]:  # of an earlier version
+    for each in record["settings"]:  # as from an earlier version
         each.pop()
     assert Redo(record).settings(["a", "b"])["b"].grad_factor == 1.0
 
@@ -259,7 +259,7 @@ class Experts(nn.Module):
 def test_a_gradient_that_was_set_to_zero_updates_as_in_torch_and_one_that_never_came_does_not(
     tmp_path, options, zeroes
 ):
-    """zero_grad(set_to_none=False): moments decay and weights too, of those that had a gradient before."""
+    """zero_grad(set_to_none=False): moments and weights decay, but only of parameters that had a gradient before."""
 
     def made():
         torch.manual_seed(0)

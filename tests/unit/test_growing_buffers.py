@@ -1,4 +1,4 @@
-"""Optimizer buffers that begin without one for the gradient grow by one for each sub-group in flight, and no more."""
+"""Optimizer buffers that start without one for the gradient grow by one for each sub-group in flight, and no more."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Freed memory that stays in the process goes back to the kernel when the process has grown."""
+"""Freed memory that stays in the process is returned to the kernel when the process has grown."""
 
 import ctypes
 import subprocess
@@ -54,4 +54,4 @@ def test_memory_is_given_back_after_the_first_step_and_after_growth_counted_from
     for now in (500, 400, 463, 464, 490, 498):
         resident[0] = now * MIB
         heap.after_step()
-    assert trims == [500 * MIB, 464 * MIB, 498 * MIB]  # then from 400, and from 434
+    assert trims == [500 * MIB, 464 * MIB, 498 * MIB]  # at the start, then 64 MiB above 400 and 434 MiB

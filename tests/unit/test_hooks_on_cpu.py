@@ -1,7 +1,8 @@
-"""DeepSpeed's passes where the device is a CPU: what each read runs beside, and when the thread waits for gradients.
+"""DeepSpeed's passes where the device is a CPU: what each read overlaps with, and when the thread waits for gradients.
 
-The expected values are of real steps: bytes of traces of Llama3.2-1B's twin (k = 4) in `results/reference/
-epyc-genoa-2core`, and the order in which hooks of DeepSpeed 0.19.8 submitted reads, logged in such a run.
+The expected values are from real steps: bytes from traces of Llama3.2-1B's twin (k = 4) in
+`results/reference/epyc-genoa-2core`, and the order in which hooks of DeepSpeed 0.19.8 submitted reads, logged in such a
+run.
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ def served(step: Step, resource: str) -> dict[str, int]:
 
 
 def beside(step: Step, phase: str, block: int) -> list[str]:
-    """Of each matrix of the block, in the order of reads, the module that is computed while it is read."""
+    """Return, for each matrix of the block in the order of reads, the module that is computed while it is read."""
     products = {task.after[0]: task.name for task in step.tasks if "gpu0" in task.needs}
     reads = [task for task in step.tasks if task.phase == phase and f"read model.layers.{block}." in task.name]
     return [products.get(task.after[0], "").removeprefix(f"{phase}: ") for task in reads]
@@ -52,7 +53,7 @@ def test_each_phase_reads_what_it_read_in_a_real_step_to_the_byte(system, forwar
 def test_with_uniform_buffers_a_read_runs_beside_the_module_after_the_one_that_freed_its_buffer():
     step = step_of(work("zero_infinity"))
     small = ["block 7: down_proj", "", "block 8: k_proj", "block 8: v_proj"]
-    assert beside(step, "forward", 9) == [*small, "block 8: o_proj", "", ""]  # norm and activation: no products
+    assert beside(step, "forward", 9) == [*small, "block 8: o_proj", "", ""]  # norm and activation have no products
     small = ["block 11: q_proj", "", "block 10: up_proj", ""]
     assert beside(step, "backward", 9) == [*small, "", "block 10: v_proj", "block 10: k_proj"]
 
@@ -68,16 +69,16 @@ def test_the_thread_waits_for_gradients_where_they_fill_all_swap_buffers(buffers
     step = step_of(work("memascend", sizes=SwapSizes(optimizer_buffers=buffers)))
     last = [task for task in step.tasks if "last gradients" in task.name]
     assert bool(last) == waits
-    if waits:  # the embedding's come when the blocks' are in the buffers
+    if waits:  # the embedding's gradients arrive when the blocks' fill the buffers
         assert {name for name in last[0].after if "write" in name} == {f"write gradients {n}" for n in (1, 2, 3, 4)}
-    norms = 4 * sum(tensor.numel for tensor in TWIN.tensors() if not tensor.is_matrix)  # they stay in memory
+    norms = 4 * sum(tensor.numel for tensor in TWIN.tensors() if not tensor.is_matrix)  # stay in memory
     embedding = 4 * next(iter(TWIN.tensors())).numel  # written when the optimizer begins
     assert served(step, "ssd.write")["backward"] - norms - embedding == 243_269_632  # as in a real step
 
 
 def test_gradients_leave_by_buckets():
     first = [task for task in step_of(work("zero_infinity")).tasks if task.name == "write gradients 1"]
-    assert first[0].after == ("backward: block 7: down_proj",)  # 31 of 77 million elements are nine blocks and a bit
+    assert first[0].after == ("backward: block 7: down_proj",)  # 31 of 77 million elements are nine blocks and a part
 
 
 def test_a_step_for_a_gpu_a_mixture_and_states_in_memory_are_not_of_this_kind():
@@ -98,7 +99,8 @@ def test_every_weight_is_read_whatever_is_configured(system, changes):
 
 
 def test_where_weights_stay_on_the_device_the_last_bucket_is_written_after_backward():
-    """In a traced step of zero3 four fifths of the gradients were submitted when the embedding's had come, as here."""
+    """In a traced step of zero3, as here, four fifths of the gradients
+    were submitted when the embedding's had arrived."""
     on_cpu_, on_gpu = (step_of(work("mlp_offload", arm="zero3", device=device)) for device in ("cpu", "cuda"))
     totals = [served(step, "ssd.write")["backward"] for step in (on_cpu_, on_gpu)]
     assert totals[0] == pytest.approx(totals[1], abs=10)

@@ -1,4 +1,4 @@
-"""One version of the states: less room, and a kill at any instant loses nothing but the current step."""
+"""One version of the states: less space, and a kill at any instant loses only the current step."""
 
 import copy
 import logging
@@ -27,7 +27,7 @@ RATES = [1e-2, 5e-3, 2e-3, 1e-3]
 
 
 class Model(nn.Module):
-    """With a layer that gets no gradient in odd steps."""
+    """A model with a layer that gets no gradient in odd steps."""
 
     def __init__(self, depth=3, hidden=32):
         super().__init__()
@@ -117,7 +117,7 @@ def test_it_trains_as_with_two_versions_and_takes_less_room(tmp_path, dtype, opt
 
 
 def instants(monkeypatch, folder, copies):
-    """A copy of the states before and after all that is done to them: what a kill at that instant would leave."""
+    """Copy the states before and after every change to them, as a kill at that instant would leave them."""
 
     def taken(*_):
         copies.mkdir(exist_ok=True)
@@ -261,7 +261,7 @@ def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monk
         caplog.clear()
         usage = shutil.disk_usage(tmp_path)._replace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(freed_space, "_removed", [])  # nothing is to come back
+        monkeypatch.setattr(freed_space, "_removed", [])  # no removed file's space is expected back
         return begin(copy.deepcopy(ours), tmp_path / "states", versions=None)
 
     engine = with_room(two)
@@ -279,8 +279,8 @@ def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monk
 
 @pytest.mark.parametrize("options", [{"clip": 1.0}, {"accumulate": 2}, {"wait": True}], ids=str)
 def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch, options):
-    """They lie with one version, and beside two: without room for both a first step would fail for want of space."""
-    monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # the room that is said to be free is all there will be
+    """They are stored with one version, and in addition to two: without space for both a first step would fail."""
+    monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # the reported free space is all there is
     ours = model()
     probe = begin(copy.deepcopy(ours), tmp_path / "probe", versions=2, **options)
     room = in_place_update.bytes_of(probe.layout, 2, torch.float32, 3) + auxiliary_file_bytes(

@@ -1,4 +1,4 @@
-"""The location index against a simple model: two dictionaries, what is committed and what this process has done."""
+"""The location index against a simple model: two dictionaries, the committed state and this process's changes."""
 
 import shutil
 import tempfile
@@ -65,7 +65,7 @@ class Index(RuleBasedStateMachine):
 
     @rule(user=st.integers(0, 1), target=spare)
     def leave(self, user):
-        """What was not committed is forgotten; the other stays."""
+        """Forget what was not committed; the other user stays."""
         self.engines[user].close()
         self.engines[user] = self.open()
         self.pending[user] = {}

@@ -1,4 +1,4 @@
-"""Ctrl-C between the end of a transfer and the note of it: nobody waits for it for ever, and closing is no error."""
+"""Ctrl-C between the end of a transfer and its bookkeeping: no waiter hangs, and closing is no error."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""One version of the states without a redo: no more bytes are written, and incomplete states are refused."""
+"""One version of the states without a redo: no extra bytes are written, and incomplete states are refused."""
 
 import hashlib
 import logging
@@ -49,7 +49,7 @@ def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_roo
     train(ours, one, range(4), passes)
     train(theirs, two, range(4), passes)
     moved = [[a - b for a, b in zip(e.transferred, m, strict=True)] for e, m in zip((one, two), moved, strict=True)]
-    assert moved[0] == pytest.approx(moved[1], abs=1 << 16)  # but for the marks
+    assert moved[0] == pytest.approx(moved[1], abs=1 << 16)  # except for the marks
     assert_same(contents(one), contents(two))
     sizes = [(tmp_path / name / "states").stat().st_size for name in ("one", "two")]
     gradients, slots = one.options.gradients, one.options.state_slots
@@ -130,7 +130,7 @@ def test_a_step_that_is_given_up_before_anything_was_replaced_is_forgotten_and_o
 
 
 class LateInfinity(Model):
-    """Whose embedding, the last in backward, gets an infinite gradient."""
+    """A model whose embedding, the last in backward, gets an infinite gradient."""
 
     def forward(self, ids):
         self.embedding.register_forward_hook(
@@ -166,7 +166,7 @@ def test_without_a_redo_there_is_one_version(tmp_path):
 
 
 def test_states_that_were_closed_between_steps_are_whole_and_a_checkpoint_is_a_copy(tmp_path):
-    """The state dict of a loop of three lines does not change with the steps after it."""
+    """The state dict of a simple loop does not change in later steps."""
     options = EngineOptions(versions=1, redo=False)
 
     def loop(session, of, steps, saved=None):

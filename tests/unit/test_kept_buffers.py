@@ -1,4 +1,4 @@
-"""Buffers of a model are what they were with the last completed step, when a run goes on in another process."""
+"""Buffers of a model are as after the last completed step when a run resumes in another process."""
 
 import logging
 
@@ -30,7 +30,8 @@ class Block(nn.Module):
 
 
 class Averaged(nn.Module):
-    """With running averages in blocks and outside of them, a table of its size so far, and one that is not kept."""
+    """A model with running averages inside and outside its blocks, a table
+    whose size grows, and a buffer that is not persistent."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +93,7 @@ def test_a_run_that_goes_on_has_the_buffers_of_its_last_step(tmp_path, mode):
     ours = made()
     session, optimizer = begin(ours, tmp_path / "session", **MODES[mode])
     train(ours, optimizer, range(2))
-    ours(data(9))  # of a step that never was
+    ours(data(9))  # in a step that is not completed
     session.close()
     ours = made()
     session, optimizer = begin(ours, tmp_path / "session", resume=True, **MODES[mode])

@@ -1,4 +1,4 @@
-"""A step that a tier has kept, of a run that was killed before the checkpoint that was due after it."""
+"""A step that a tier has kept, in a run that was killed before the checkpoint that was due after it."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from memascend.training.worker import FINISHED, Worker
 @pytest.mark.parametrize(
     ("kept", "saved", "every", "expected"),
     [
-        (4, 2, 0, [4]),  # the last step: without it the run would end with no weights at all
+        (4, 2, 0, [4]),  # the last step: without it the run would end without weights
         (4, 4, 0, []),
         (2, 0, 2, [2, 4]),
         (2, 2, 2, [4]),

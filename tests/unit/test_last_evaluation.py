@@ -1,4 +1,4 @@
-"""A last evaluation that a stop cut short: the run is stopped, not done, and its report says whose loss it has."""
+"""If a stop cuts the last evaluation short, the run is stopped, not done, and its report says whose loss it has."""
 
 import json
 
@@ -16,7 +16,7 @@ STEP = {"kind": "step", "tokens": 8, "skipped": 0, "loss": 1.0, "seconds": 1.0, 
 
 
 def last_step(stop_in_step: bool, stop_in_evaluation: bool) -> str:
-    """How a run ends that is asked to stop in its last step, or in the evaluation after it."""
+    """Return how a run ends that is asked to stop in its last step, or in the evaluation after it."""
     run = Worker.__new__(Worker)
     run.config = TrainConfig(model="m", data=["d"], save_every=0, eval_every=0, eval_sequences=2)
     run.step, run.steps, run.saved, run.evaluated = 1, 2, 0, 0
@@ -60,7 +60,7 @@ def test_a_report_says_of_which_step_its_evaluation_is():
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two steps whose states nobody has, and whose last evaluation is missing."""
+    """Make a run of two steps whose states are not kept, and whose last evaluation is missing."""
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
     launch.save_config(folder, TrainConfig(model="m", data=["d"], system="in_memory", steps=2, eval_sequences=2))

@@ -1,4 +1,4 @@
-"""Latency first: what goes where, by level, room and bandwidth. Bytes here are small numbers."""
+"""Latency first: placement by level, free space and bandwidth. Sizes here are small numbers of bytes."""
 
 import pytest
 from hypothesis import given
@@ -37,7 +37,7 @@ def test_near_memory_is_filled_from_the_lowest_tolerance_up():
         VARIANCE: (NEAR, {0: 20}),
         GRADIENTS: (NEAR, {0: 20}),
         WEIGHTS: (NEAR, {0: 10}),
-        ACTIVATIONS: (SPLIT, {0: 10, 1: 20}),  # by bandwidth near memory would have 24
+        ACTIVATIONS: (SPLIT, {0: 10, 1: 20}),  # a split by bandwidth would put 24 into near memory
     }
 
 
@@ -79,7 +79,7 @@ def test_no_node_gets_more_than_it_has_and_no_byte_is_lost(sizes, described):
         assert sum(made[name].bytes_by_node.values()) == size
     for room in rooms:
         assert sum(allocation.bytes_by_node.get(room.node, 0) for allocation in made.values()) <= room.nbytes
-    # Nothing of a higher tolerance is near while something of a lower one is wholly far.
+    # No class with a higher tolerance is near while one with a lower tolerance is entirely far.
     near = {room.node for room in rooms if room.near}
     for name, allocation in made.items():
         if allocation.kind == FAR:
@@ -109,7 +109,7 @@ def test_a_class_is_found_by_owner_and_other_buffers_stay_with_the_kernel():
     owners = {"momentum": MOMENTUM, "gradient_flat_buffer": ARRIVING, "activation_checkpoints": ACTIVATIONS}
     assert {owner: class_of(owner) for owner in owners} == owners
     assert class_of("process") is None
-    assert class_of("gradient_flat_buffer", host_gradients=True) == GRADIENTS  # AdamW reads it where it lies
+    assert class_of("gradient_flat_buffer", host_gradients=True) == GRADIENTS  # AdamW reads it in place
     kept = ByClass({GRADIENTS: on_node(0), ARRIVING: on_node(1)}, host_gradients=True)
     assert kept.of("gradient_flat_buffer") == on_node(0)
     policy = ByClass({MASTERS: on_node(1), ACTIVATIONS: interleaved([0, 1])})

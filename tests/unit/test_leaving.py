@@ -1,4 +1,4 @@
-"""The watch over transfers of a process that is to end lasts as long as it was asked to, whatever there is to watch."""
+"""The watch over transfers of a process that is about to end lasts as long as requested, whatever there is to watch."""
 
 import math
 import time
@@ -7,10 +7,10 @@ from memascend.storage import leaving
 
 
 def test_without_a_limit_the_watch_goes_on_where_nothing_has_transfers():
-    """As in `memascend train` of a system without a tier, from its first SIGTERM on."""
+    """`memascend train` of a system without a tier needs this, from its first SIGTERM on."""
     watch = leaving._Watch()
     watch.begin(0.1, math.inf)
-    time.sleep(0.3)  # some looks
+    time.sleep(0.3)  # long enough for several checks
     thread = watch._thread
     assert thread is not None
     assert thread.is_alive()

@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused(bad):
 def test_peak_counts_what_lives_together_by_role_and_measure():
     ledger = Ledger()
     ledger.record("a", "t", 10, reserved_bytes=16, touched_bytes=12, born_s=0, died_s=5)
-    ledger.record("b", "t", 20, born_s=5, died_s=9)  # takes a's place at the same instant
+    ledger.record("b", "t", 20, born_s=5, died_s=9)  # replaces a at the same instant
     ledger.record("c", "t", 7, born_s=6)
     ledger.record("d", "t", 1000, born_s=0, role="device")
     assert ledger.peak_bytes("host") == 27

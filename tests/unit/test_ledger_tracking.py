@@ -1,4 +1,4 @@
-"""The allocator that tells what a GPU would hold from what the host holds."""
+"""The allocator that distinguishes what a GPU would store from what the host stores."""
 
 import ctypes
 import threading
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def resident(kind: str) -> int:
-    """RssAnon or RssShmem of this process in bytes."""
+    """Return RssAnon or RssShmem of this process in bytes."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{kind}:"))
 
@@ -33,7 +33,7 @@ def test_install_and_uninstall():
     tracking.uninstall()
     assert not tracking.installed()
     before = tracking.live_bytes()["host"]
-    del tensor  # made by ours, freed after the stock allocator is back
+    del tensor  # allocated by ours, freed after the stock allocator is restored
     assert before - tracking.live_bytes()["host"] == 400_000
 
 
@@ -48,7 +48,7 @@ def test_blocks_from_before_the_install_are_freed_by_their_own_allocator():
 
 def test_the_kernel_tells_the_roles_apart():
     size = 64 * MIB
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed must not serve the tensors below
+    ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests freed must not be used for the tensors below
     shared, private = resident("RssShmem"), resident("RssAnon")
     with tracking.role("device"):
         device = torch.ones(size, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_the_kernel_tells_the_roles_apart():
     host = torch.ones(size, dtype=torch.uint8)
     assert resident("RssShmem") - shared == size
     assert abs(resident("RssAnon") - private - size) < 4 * MIB
-    del device  # given back at once, whatever the role is now
+    del device  # returned at once, whatever the role is now
     assert resident("RssShmem") == shared
     assert int(host[-1]) == 1
 

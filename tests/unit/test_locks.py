@@ -1,4 +1,4 @@
-"""The lock files name the versions of the constraint files, all that an extra needs, and a hash for each file."""
+"""The lock files have the versions of the constraint files, all requirements of an extra, and a hash for each file."""
 
 import re
 from importlib import metadata
@@ -14,7 +14,7 @@ BLOCK = re.compile(r"([\w.-]+)==(\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)\n"
 
 
 def locked(name: str) -> dict[str, str]:
-    """Canonical name -> version; every line of the file is read."""
+    """Return versions by canonical name; every line of the file is parsed."""
     text = (ROOT / lock.FOLDER / f"{name}.txt").read_text()
     blocks = BLOCK.findall(text)
     rest = BLOCK.sub("", text).splitlines()
@@ -47,7 +47,8 @@ def test_the_lock_of_an_extra_has_all_that_it_needs_as_pinned(name):
 def test_every_extra_of_the_usual_environment_has_a_lock_and_no_lock_is_left_over():
     names = {"core", *lock.EXTRAS, *lock.WHOLE}
     assert {path.stem for path in (ROOT / lock.FOLDER).iterdir()} == names
-    _, usual = re.findall(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)  # after that with cuda
+    # the later lines add cuda
+    _, usual = re.findall(r"^EXTRAS \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(usual.split(",")) == set(lock.EXTRAS)
 
 

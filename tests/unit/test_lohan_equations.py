@@ -50,7 +50,7 @@ def test_the_cases_of_figure_9b_hold_whatever_memory_there_is(batch, wanted, roo
 
 
 def test_algorithm_1_finds_the_best_prefix_and_stops_at_the_least_where_ssds_decide():
-    """Erratum L17: at batch 32 the backward is the SSDs', so swapping more than A_interBlock gains nothing."""
+    """Erratum L17: at batch 32 the SSDs bound the backward pass, so swapping more than A_interBlock gains nothing."""
     assert algorithm_1(net(32), RATES) == best(net(32), RATES) == net(32).between_blocks
     many = net(48)
     assert iteration_s(many, RATES, algorithm_1(many, RATES)) == min(
@@ -59,7 +59,7 @@ def test_algorithm_1_finds_the_best_prefix_and_stops_at_the_least_where_ssds_dec
 
 
 def test_the_share_on_ssds_is_never_negative():
-    """Erratum L16: as printed, memory to spare would shorten the forward."""
+    """Erratum L16: as printed, spare memory would shorten the forward pass."""
     assert on_ssd(10.0, 50.0) == 0.0
     n, roomy = net(), Rates(gpu=1e30, link=1e30, read=21.8e9, write=18.4e9, room=400 * GIB)
     assert forward_terms(n, roomy, n.between_blocks)["SSD"] == 2 * n.parameters / 21.8e9

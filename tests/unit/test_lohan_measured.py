@@ -1,4 +1,4 @@
-"""Figs. 3, 7a, 9b, 10b and 12 measured: from a record of `memascend bench engine` to rows, by hand."""
+"""Figs. 3, 7a, 9b, 10b and 12 measured: from a record of `memascend bench engine` to rows, calculated manually."""
 
 import pytest
 
@@ -18,7 +18,8 @@ def record(ways, points, **more):
 
 
 def point(context, way, seconds, **more):
-    rounds = [seconds * factor for factor in (1.0, 2.0, 1.5)]  # a machine that slows down: ratios are by round
+    # a machine that slows down: ratios are taken within a round
+    rounds = [seconds * factor for factor in (1.0, 2.0, 1.5)]
     phases = {"forward_s": [seconds / 4] * 3, "backward_s": [3 * seconds / 4] * 3}
     return {
         "context": context,
@@ -34,7 +35,7 @@ def found(*records):
     return {(row["metric"], row["series"], row.get("x_value", ""), row["lane"]): row for row in measured(list(records))}
 
 
-@pytest.mark.parametrize("key", ["predicted", "foretold"])  # the latter in older records
+@pytest.mark.parametrize("key", ["predicted", "foretold"])  # the latter is in older records
 def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
     points = [point(c, way, s * c / 768) for c in (384, 768) for way, s in WAYS.items()]
     said = [{"context": c, "method": way, "seconds": 4.5 * c / 768} for c in (384, 768) for way in WAYS]
@@ -86,7 +87,7 @@ def test_diffusion_transformers_are_named_by_their_size_and_fast_dit_has_the_bat
     assert {row["model"] for row in rows.values()} == {"0.67B"}
     assert float(rows["throughput of the twin", "Fast-DiT", "", "measured"]["value"]) == pytest.approx(8 / 3)
     assert float(rows["throughput of the twin", "LoHan", "", "measured"]["value"]) == pytest.approx(16 / 6)
-    made["options"]["model"] = "dit:48x7168x192"  # no GPU of 24 GiB holds it
+    made["options"]["model"] = "dit:48x7168x192"  # does not fit on a GPU of 24 GiB
     assert {series for _, series, _, _ in found(made)} == {"LoHan"}
     made["options"]["model"] = "dit:2x64x8"
     assert not found(made)
@@ -135,7 +136,7 @@ def test_a_record_on_the_disk_as_it_is_has_no_rows():
 
 
 def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
-    """Ratios and differences are those of a round: the second round takes twice as long."""
+    """Ratios and differences are taken within a round: the second round takes twice as long."""
     arms = {
         ("zero_infinity", "as_published"): 16.0,
         ("zero_infinity", "today"): 15.0,
@@ -166,12 +167,12 @@ def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
     assert [value("gain", part, "2") for part in parts] == pytest.approx([9.0, 1.5, 3.0, 1.5])
     assert {row["exhibit_id"] for row in rows.values()} == {"lohan-fig05a"}
     assert rows["gain of the twin", "runtime", "2", "measured"]["testbed"] == "here/qwen2.5-7b-k16"
-    other = {"system": "zero_infinity", "arm": "today_016"}  # of a record that is not LoHan's
+    other = {"system": "zero_infinity", "arm": "today_016"}  # as in a record of another comparison
     assert found(made | {"twin": {"k": 16}, "points": [*points, points[0] | other]}) == {}
 
 
 def test_the_ratios_that_runs_aim_at_are_the_originals():
-    """Those of the list of runs, at the last of their contexts."""
+    """The ratios are those in the list of runs, at the last of their contexts."""
     profiles = registry.read(registry.ROOT / "workflows/config/experiments.yaml")["profiles"]
     runs = [run["options"] for name in ("quick", "paper") for run in profiles[name]["bench"]]
     aimed = [options for options in runs if "device-to-ssd" in options]

@@ -1,7 +1,7 @@
-"""LoHan's step on the testbed of its Figure 1: traffic as the paper counts it, and what overlapping is worth.
+"""LoHan's step on the testbed of its Figure 1: traffic as the paper counts it, and the gain of overlapping.
 
 The SSD rates of that figure are not printed; 21.8 and 18.4 GB/s solve its two SSD utilisations, so the figure's own
-times judge nothing here. ZeRO-Infinity's optimizer stage took no part in that: 79 % of 23 s on the SSD.
+times are not tested here. ZeRO-Infinity's optimizer stage was not used for that: 79 % of 23 s on the SSD.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ def simulated(arm="optimized", **changes):
 
 
 def test_the_ssd_reads_and_writes_what_section_ii_counts():
-    """2P in forward; 14P read in backward and 14P written; and the inputs of blocks, which the engine keeps there."""
+    """2P in forward; 14P read and 14P written in backward; and the inputs
+    of blocks, which the engine stores on the SSD."""
     volume, p = step_of(work()).volume(), SPEC.parameters
     inputs = 2 * 32 * 1024 * SPEC.hidden * SPEC.layers
     assert volume.read_bytes["forward"] == pytest.approx(2 * p, rel=0.001)
@@ -56,7 +57,7 @@ def test_two_versions_lie_on_the_ssd_and_gradients_where_they_wait(arm, dtype, s
     planned = dataclasses.replace(work(arm), stack=Stack(checkpointing="plain"), **types)
     waiting = {"fp32": 4, "bf16": 2}[gradients] if arm == "none" else 0
     stored, expected = io_volume(planned).stored_bytes, (2 * a_parameter + waiting) * SPEC.parameters
-    spare = 2**30 if waiting else 0  # their file grows by so much at most
+    spare = 2**30 if waiting else 0  # their file grows in steps of at most this size
     assert expected <= stored <= 1.001 * expected + spare
 
 
@@ -65,7 +66,7 @@ def test_two_versions_lie_on_the_ssd_and_gradients_where_they_wait(arm, dtype, s
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_the_tasks_move_what_the_engine_does(states, clip, accumulation, versions):
-    """So that the seconds belong to the bytes of a plan. What is left: the last blocks are not read twice."""
+    """The seconds thus belong to the bytes of a plan. The remaining difference: the last blocks are not read twice."""
     more = {"states": states, "clip": clip, "accumulation": accumulation, "state_versions": versions}
     planned = dataclasses.replace(work(batch=2), **more)
     tasks, engine = step_of(planned).volume(), io_volume(planned)
@@ -74,7 +75,8 @@ def test_the_tasks_move_what_the_engine_does(states, clip, accumulation, version
 
 
 def test_an_optimizer_in_backward_is_faster_the_more_of_it_overlaps():
-    """Figure 7's order: optimized, naive, the optimizer afterwards (whose gradients are written and read besides)."""
+    """Figure 7's order: optimized, naive, the optimizer afterwards (whose
+    gradients are written and read in addition)."""
     seconds = {arm: simulated(arm).seconds for arm in ("optimized", "naive", "none")}
     assert seconds["optimized"] < seconds["naive"] < seconds["none"]
     phases = {phase.name: phase for phase in simulated().phases}
@@ -84,20 +86,20 @@ def test_an_optimizer_in_backward_is_faster_the_more_of_it_overlaps():
 
 
 def test_zero_infinitys_optimizer_spends_its_published_seconds_on_the_ssd():
-    """Held out: 14P read and 14P written take 18.2 s (Fig. 1a: 79 % of 23 s), which no constant here was solved from.
+    """Held out: 14P read and 14P written take 18.2 s (Fig. 1a: 79 % of 23 s); no constant here was solved from that.
 
-    DeepSpeed's own optimizer moves the gradients too; LoHan's count of 14P leaves them out, and so does this.
+    DeepSpeed's own optimizer moves the gradients too; LoHan's count of 14P leaves them out, and so does this test.
     """
     ssd = step_time(work("as_published", system="zero_infinity"), MACHINE, calibrations=COSTS)
     phase = next(phase for phase in ssd.phases if phase.name == "optimizer")
     gradients = 4 * SPEC.parameters / 21.8e9
     states = (phase.by_resource["SSD"] - gradients) * 13e9 / SPEC.parameters
-    read_weights = 2 * 13e9 / 21.8e9  # LoHan counts the weights' read here, DeepSpeed reads them in backward
+    read_weights = 2 * 13e9 / 21.8e9  # LoHan counts this read of the weights here; DeepSpeed does it in backward
     assert states + read_weights == pytest.approx(0.79 * 23, rel=0.03)
 
 
 def test_algorithm_1_swaps_in_the_simulator_what_its_equations_say():
-    """At batch 64 the GPU decides: part of the activations goes to the SSD, less is computed again, and it pays."""
+    """At batch 64 the GPU is the bottleneck: swapping part of the activations saves recomputation and time."""
     swapping, all_again = (simulated(arm, batch=64) for arm in ("as_published", "optimized"))
     written = [made.simulated.served_s["forward"]["ssd"] for made in (swapping, all_again)]
     products = [made.simulated.served_s["backward"]["gpu0"] for made in (swapping, all_again)]
@@ -124,7 +126,8 @@ def moved(step, what):
 
 
 def test_a_run_writes_and_reads_what_a_real_step_did_but_for_what_was_still_in_memory():
-    """Of the traces in results/reference/epyc-genoa-2core: 1,147,224,064 bytes written, with 75,776 of padding."""
+    """The numbers are from traces in results/reference/epyc-genoa-2core:
+    1,147,224,064 bytes written, with 75,776 of padding."""
     step = step_of(run_of_the_engine())
     inputs = 16 * 32 * TWIN.hidden * 2
     assert moved(step, "ssd.write") - inputs == 1_147_224_064 - 75_776

@@ -1,4 +1,4 @@
-"""What torch's own methods do on a model whose parameters are empty: right, or one line; never NaN without a word."""
+"""torch's own methods on a model whose parameters are empty give the right result, or one line; never NaN silently."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from tests.unit.test_streaming_loop import assert_equal, begin, loop
 
 
 def trained(folder, **shape):
-    """A streamed model after a step, and the same in memory."""
+    """Return a streamed model after a step, and the same model trained in memory."""
     ours, theirs = model(**shape), model(**shape)
     session, optimizer = begin(ours, folder)
     loop(ours, optimizer, batches(1))
@@ -60,7 +60,7 @@ def test_parts_in_another_container_are_saved_with_their_values(tmp_path):
 
 
 class Wrapped(nn.Module):
-    """Its class has a state_dict of its own, as some libraries' models do."""
+    """A module whose class overrides state_dict, as some libraries' models do."""
 
     def __init__(self, inner):
         super().__init__()
@@ -183,7 +183,7 @@ def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copi
 
 
 def test_a_module_without_parameters_that_two_models_share_works_for_one_after_the_other_s_end(tmp_path):
-    """Some of transformers' models take their activations from one table of modules."""
+    """Some of transformers' models take their activation functions from one shared table of modules."""
     activation, losses = nn.GELU(), []
 
     def made():
@@ -296,7 +296,7 @@ def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(t
     again = model(seed=3)
     load_model(again, tmp_path / "model.safetensors")
     assert_same(again.state_dict(), theirs.state_dict())
-    assert_same(whole, theirs.state_dict())  # also after the end
+    assert_same(whole, theirs.state_dict())  # also after the session has ended
 
 
 @pytest.mark.parametrize("wrong", ["a file", "a link to nowhere"])

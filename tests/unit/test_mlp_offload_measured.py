@@ -1,4 +1,4 @@
-"""MLP-Offload's measured rows, from a record of workflows.run.path_twin; and what that program is asked."""
+"""MLP-Offload's measured rows, from a record of workflows.run.path_twin, and the options of that program."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def test_what_a_step_does_not_write_lies_in_host_memory():
 
 
 def of_two_ranks():
-    """Two ranks: the second one's transfers of the last update end at 4 s in turns, at 2 s as it comes."""
+    """Return the values of a record with two ranks.
+
+    The second rank's transfers of the last update end at 4 s in turns, and at 2 s without them.
+    """
     made = record(ranks=2)
     for point in made["points"]:
         late = 4.0 if point["arm"] in ("exclusive", "mlp_offload") else 2.0
@@ -82,7 +85,8 @@ def test_ranks_that_take_turns_on_a_path_are_set_against_those_that_do_not():
     assert found["mlpoffload-fig14", "in turns, one path", "fairness", ""]["value"] == "1"
     assert found["mlpoffload-fig14", "as it comes, all paths", "fairness", ""]["value"] == "0.5"
     assert {row["model"] for row in found.values()} == {"40B-L4, 2 ranks", "40B-L4, 2 ranks, in memory"}
-    assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}  # bars leave out what names ranks
+    # the names of bars omit the number of ranks
+    assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}
 
 
 def test_the_share_of_io_is_what_the_training_thread_waits_for():
@@ -222,7 +226,10 @@ MEGA = 1e6
 
 
 def of_share(held, slower=(1.0, 1.0, 1.0), idle_s=0.0):
-    """A twin on paths that reads and writes share; DeepSpeed's drive takes 16 of its 16 s and `idle_s`."""
+    """Return a record of a twin on paths that reads and writes share.
+
+    DeepSpeed's drive is busy for 16 of its 16 s and `idle_s`.
+    """
     made, parameters = record(duplex=False, ranks=1), 25 * 64.0
     made["twin"] = {"k": 8, "parameters": parameters}
     for point in made["points"]:

@@ -1,7 +1,7 @@
 """MLP-Offload's modelled update phases against the authors' logs, with the inputs that the logs give.
 
-Seconds are those that the summary in github.com/mauryaavinash95/MLP-Offload at e181b47 (scripts/parse-res.py) prints.
-No constant of the model was found from them.
+Seconds are as printed by the summary in github.com/mauryaavinash95/MLP-Offload at e181b47 (scripts/parse-res.py). No
+constant of the model was derived from them.
 """
 
 import pytest
@@ -13,7 +13,7 @@ LOGGED = {
     rows.ZERO: {"40B": 213.6, "52B": 209.3, "70B": 336.4, "100B": 501.9, "120B": 475.5},
     rows.OURS: {"40B": 98.5, "52B": 89.4, "70B": 147.2, "100B": 269.2, "120B": 282.3},
 }
-ASSUMED = {(rows.OURS, "40B"), (rows.OURS, "120B")}  # how many sub-groups stayed in host memory is in no log
+ASSUMED = {(rows.OURS, "40B"), (rows.OURS, "120B")}  # no log says how many sub-groups stayed in host memory
 
 
 @pytest.mark.parametrize(("series", "model"), [(series, model) for series in LOGGED for model in LOGGED[series]])

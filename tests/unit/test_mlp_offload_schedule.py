@@ -1,7 +1,7 @@
 """MLP-Offload's step on its Testbed-1: the update by closed forms, the arms' order, and DeepSpeed's printed update.
 
-The parameters behind "40B" are 48.16e9 by the authors' logs, not 40e9 (erratum M5), and nobody prints how many
-sub-groups their runs held in memory: seconds are set against the paper only where neither is in doubt.
+"40B" has 48.16e9 parameters by the authors' logs, not 40e9 (erratum M5), and it is not published how many sub-groups
+their runs kept in memory: seconds are compared with the paper only where neither matters.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def phases(arm):
 
 
 def kept(arm):
-    """Share of the parameters whose states are in host memory when the update begins."""
+    """Return the share of the parameters whose states are in host memory when the update begins."""
     sizes = [sum(group) for group in work(arm).sub_groups()]
     return sum(sizes[: rooms(Step(work(arm)))]) / sum(sizes)
 
@@ -40,13 +40,15 @@ def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_th
     """With the parameters of the authors' logs that is 220.7 s, where section 3.1 prints 213 s (held out)."""
     closed = 16 / READ + 12 / WRITE
     made = phases("zero3")["optimizer"] / SPEC.parameters
-    assert closed * (1 - 1e-9) <= made < 1.02 * closed  # AdamW has no part in it: it runs beside the transfers
+    assert closed * (1 - 1e-9) <= made < 1.02 * closed  # AdamW adds nothing: it overlaps with the transfers
     assert made * 48.16e9 == pytest.approx(213, rel=0.05)
 
 
 def test_several_paths_end_together_and_take_the_update_formula():
-    """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c that five held sub-groups give; whole
-    sub-groups lie on a path, which costs a few percent."""
+    """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c of five cached sub-groups.
+
+    Sub-groups are stored whole on a path, which costs a few percent.
+    """
     rate = 1 / (1 / READ + 1 / WRITE) + 1 / (2 / REMOTE)
     closed = 12 * SPEC.parameters * (1 - kept("mlp_offload")) / rate
     simulated = step_time(work("mlp_offload"), MACHINE).simulated
@@ -65,7 +67,7 @@ def test_equation_1_divides_by_the_smaller_rate_and_one_path_waits_for_the_other
 
 
 def test_each_part_of_the_paper_takes_something_away():
-    """Figures 14 and 15: caching, then gradients that stay, on one path; then several paths."""
+    """Figures 14 and 15: caching, then gradients that stay in memory, on one path; then several paths."""
     steps = [sum(phases(arm).values()) for arm in ("zero3", "caching", "skip_gradients", "mlp_offload")]
     assert steps == sorted(steps, reverse=True)
     assert phases("skip_gradients")["backward"] < phases("caching")["backward"]  # nothing is written
@@ -114,7 +116,7 @@ def test_host_memory_for_more_sub_groups_streams_fewer():
 
 
 def test_paths_share_the_rooms_and_three_leave_a_second_duplex_path_without_use():
-    """Five are on each of two paths one that is read and one that is written, and one that is updated."""
+    """With five, each of two paths has one that is read and one that is written, and one is updated."""
     described = [{**path, "duplex": True} for path in MACHINE.described["paths"]]
     machine = replace(MACHINE, described={"paths": described})
 
@@ -125,4 +127,5 @@ def test_paths_share_the_rooms_and_three_leave_a_second_duplex_path_without_use(
     alone, three, five = seconds("exclusive", 3), seconds("mlp_offload", 3), seconds("mlp_offload", 5)
     assert three > 0.9 * alone
     assert five < 0.8 * alone
-    assert seconds("exclusive", 5) > 0.9 * alone  # more rooms do not help one path by more than what stays in them
+    # for one path more buffers do not help, except by the sub-groups that stay in memory
+    assert seconds("exclusive", 5) > 0.9 * alone

@@ -1,4 +1,4 @@
-"""Initialised weights wait in a file, and leave it as the engine takes them: the disk never holds both."""
+"""Initialised weights are in a file, which shrinks as the engine takes them over: the disk never has both copies."""
 
 import errno
 import mmap
@@ -14,7 +14,7 @@ from memascend.engine.runtime import StreamingEngine
 from memascend.storage import freed_space
 from memascend.storage.errors import StorageError
 
-WIDTH = 512  # a matrix takes a MiB
+WIDTH = 512  # a matrix takes one MiB
 
 
 class Model(nn.Module):
@@ -45,7 +45,7 @@ def start(model, folder, **options):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """What `release` takes out of files, in bytes."""
+    """Return a list that gets the bytes of each hole that `release` punches into a file."""
     seen = []
 
     class Counted(mmap.mmap):
@@ -83,7 +83,7 @@ def test_all_values_leave_their_file_as_they_move_and_train_as_those_of_a_model_
     assert nbytes - 16 * mmap.PAGESIZE <= sum(taken) < nbytes + 16 * mmap.PAGESIZE
     sizes = [os.stat(tmp_path / name / "states") for name in ("states", "others")]
     assert sizes[0].st_size == sizes[1].st_size
-    assert sizes[0].st_blocks >= sizes[1].st_blocks  # its space is taken, too
+    assert sizes[0].st_blocks >= sizes[1].st_blocks  # its space is allocated, too
     ids = torch.arange(64)
     losses = []
     for model, engine in zip((ours, theirs), engines, strict=True):
@@ -98,7 +98,7 @@ def test_all_values_leave_their_file_as_they_move_and_train_as_those_of_a_model_
 
 @pytest.mark.parametrize("short_by", [0, 1])
 def test_states_fit_where_there_is_room_for_them_without_the_file_that_they_come_from(tmp_path, monkeypatch, short_by):
-    monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # nothing else is to come back
+    monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # no other space is expected back
     model = spilled(Model(), tmp_path)
     probe = start(Model(), tmp_path / "probe")
     size = os.stat(tmp_path / "probe" / "states").st_size

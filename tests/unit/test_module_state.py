@@ -1,4 +1,4 @@
-"""What attributes refer to is known by its contents, and put back."""
+"""Values that attributes refer to are recognised by their contents, and restored."""
 
 import array
 import collections
@@ -104,7 +104,7 @@ KINDS = {
 
 
 class Scheduled(nn.Module):
-    """Its residual grows with the number of passes, which `state` counts."""
+    """A module whose residual grows with the number of passes, which `state` counts."""
 
     def __init__(self, state, change):
         super().__init__()
@@ -201,7 +201,7 @@ def test_things_that_refer_to_each_other_are_looked_at_once():
 
 
 class Sly:
-    """Says so where anybody looks at it."""
+    """An object that fails the test when its attributes are accessed."""
 
     __slots__ = ("__dict__", "_value")
 

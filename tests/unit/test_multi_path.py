@@ -1,6 +1,6 @@
-"""One tier over several paths: where groups lie, and that none is lost when a path fails, fills, hangs or vanishes.
+"""One tier over several paths: placement of groups, and that none is lost when a path fails, fills, hangs or vanishes.
 
-What every tier promises is in test_tier.py, which holds this one too.
+Properties of every tier are in test_tier.py, which tests this one too.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ def paths(tmp_path):
         yield make
 
 
-# -- where groups lie --------------------------------------------------------------------------------------------------
+# -- placement of groups -----------------------------------------------------------------------------------------------
 
 
 def test_groups_lie_as_their_rates_allow_and_their_tensors_together(paths, monkeypatch):
-    monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", float("inf"))  # a busy machine's rates
+    # ignore the observed rates of a busy machine
+    monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", float("inf"))
     two = paths(rates={"a": Rates(2e9, 2e9), "b": Rates(1e9, 1e9)})
     two.write(12)
     assert two.places(12).count("a") == 8
-    assert "bb" not in two.places(12)  # neighbours come from both
+    assert "bb" not in two.places(12)  # neighbours are on different paths
     assert all(two.tier.path_of(str(group)) == two.tier.path_of(f"exp_avg-{group}") for group in range(12))
     two.check(12)
 
 
 def test_a_ratio_by_hand_is_kept(paths):
     three = paths("abc", placement=[3, 1, 0])
-    for step in range(3):  # all sizes are known after the first pass; the second plans with them, the third moves
+    for step in range(3):  # all sizes are known after the first pass; the second plans with them, and the third moves
         three.write(8, step)
     assert sorted(three.places(8)) == list("aaaaaabb")
 
 
 @pytest.mark.parametrize(("share", "groups"), [(1 / 2, 5), (1 / 50, 2)])
 def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, monkeypatch, share, groups):
-    """Twelve groups on two equal paths of a known rate, then on one of them and a slower one."""
+    """Twelve groups on two equal paths of a known rate, one of which then becomes slow."""
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: None)
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.0)
     two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, told=1e6)
@@ -73,7 +74,7 @@ def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, mo
 
 @pytest.fixture
 def only_measured(monkeypatch):
-    """Rates are those that were given, or measured anew: nothing is observed."""
+    """Use only given or newly measured rates: nothing is observed."""
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 1e9)
 
 
@@ -82,7 +83,7 @@ def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(p
     for step in range(2):
         assert two.tier.report()[0].groups == 0
         two.write(10, step)
-    two.tier._idle.wait(MAX_S)  # it is measured beside what follows
+    two.tier._idle.wait(MAX_S)  # it is measured while the pass continues
     two.write(10, 2)
     assert two.places(10).count("a") > 5
     two.check(10, 2)
@@ -174,7 +175,7 @@ def test_rates_are_measured_at_the_start(tmp_path):
     before = torch.get_rng_state()
     with DirectTier.in_file(tmp_path, "tests") as tier:
         rates = measure(tier, 1 << 20)
-        assert torch.equal(torch.get_rng_state(), before)  # a training's first weights depend on it
+        assert torch.equal(torch.get_rng_state(), before)  # a training's initial weights depend on it
         assert rates.read > 0
         assert rates.write > 0
         assert tier.size_of("anything") is None
@@ -183,7 +184,8 @@ def test_rates_are_measured_at_the_start(tmp_path):
 
 @pytest.mark.parametrize(("seconds", "written"), [([0.6, 0.02, 0.1, 0.1], 16), ([0.6, 0.5, 0.4], 8)])
 def test_a_path_that_was_busy_for_a_moment_is_not_taken_for_a_slow_one(tmp_path, monkeypatch, seconds, written):
-    """First piece, the same again, then all of them; or, where it is slow twice, the faster of the two and a read."""
+    """Measured: the first piece, the same again, then all; or, if it is
+    slow twice, the faster of the two and a read."""
     took, really = iter(seconds), path_rates._seconds
     monkeypatch.setattr(path_rates, "_seconds", lambda *transfers: really(*transfers) and next(took))
     with DirectTier.in_file(tmp_path, "tests") as tier:
@@ -200,7 +202,7 @@ def test_writes_that_fail_on_a_path_are_done_on_another(paths, kind, caplog):
     two = paths(kind=kind)
     two.write(6)
     two.faults["a"].add("write", error=errno.EIO)
-    two.write(6, 1)  # no error: the tensors were in memory
+    two.write(6, 1)  # no error: the tensors were still in memory
     assert two.places(6) == "bbbbbb"
     two.check(6, 1)
     assert [record.getMessage() for record in caplog.records if "is taken out" in record.getMessage()]
@@ -329,7 +331,8 @@ def test_no_path_left_is_one_error_with_every_reason(paths):
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 50))])
 def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(paths, seed):
-    """Two passes of reads, changes and writes in the order of an optimizer; the fault falls anywhere into them."""
+    """Two passes of reads, changes and writes in the order of an
+    optimizer; the fault comes at a random point of them."""
     chance = random.Random(seed)
     kind = ("eio", "full", "hang", "vanish")[seed % 4]
     made = paths(kind=chance.choice(["direct", "files"]), hang_s=HANG_S if kind == "hang" else MAX_S)
@@ -346,7 +349,7 @@ def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(paths, 
         bad.add("any", after=after, delay_us=HANGS_US)
     elif kind == "eio":
         bad.add("write", after=after, error=errno.EIO)
-    else:  # read and written, for good
+    else:  # permanently, for reads and writes
         bad.add("any", after=after, error=errno.EIO)
     lost = set()
     for step in range(steps):
@@ -356,7 +359,7 @@ def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(paths, 
                 tier.read(f"exp_avg-{group}", state).wait(MAX_S)
             except StorageError:
                 lost.add(group)
-                state = tensor(values[group])  # from the checkpoint
+                state = tensor(values[group])  # as restored from the checkpoint
             assert torch.equal(state, tensor(values[group])), "a wrong tensor, and no error"
             values[group] += 1
             tier.write(f"exp_avg-{group}", state + 1)

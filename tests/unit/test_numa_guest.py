@@ -1,4 +1,4 @@
-"""Why tests of memory nodes find no guest: one line each."""
+"""Reasons why tests of memory nodes find no guest, each in one line."""
 
 from pathlib import Path
 from types import SimpleNamespace

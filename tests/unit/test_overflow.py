@@ -1,4 +1,4 @@
-"""The overflow checks against torch.isfinite, on every class of bits and every layout."""
+"""The overflow checks against torch.isfinite, on every class of bit patterns and every layout."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_special_values_anywhere(check, dtype, value):
 def test_agrees_with_isfinite_on_random_bits_and_views(dtype, data):
     bits = 16 if dtype.itemsize == 2 else 32
     words = data.draw(st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), min_size=1, max_size=200))
-    if data.draw(st.booleans()):  # mostly finite, or nearly every example would overflow
+    if data.draw(st.booleans()):  # mostly finite values; otherwise nearly every example would overflow
         words = [word & ~0x4000 if bits == 16 else word & ~0x40000000 for word in words]
     tensor = torch.tensor(words, dtype=INT_OF[dtype]).view(dtype)
     start = data.draw(st.integers(0, len(words)))
@@ -129,7 +129,7 @@ def test_any_number_of_threads_finds_it():
 
 
 def test_fused_takes_no_memory_and_the_chain_takes_five_quarters():
-    """The spike that the paper measures: an absolute copy (4 B) and a flag (1 B) an element, on top of 4 B."""
+    """The peak that the paper measures: an absolute copy (4 B) and a flag (1 B) per element, on top of 4 B."""
     tensor = torch.ones(1_000_000)
     strided = torch.ones(1000, 2000)[:, ::2]
 

@@ -1,5 +1,7 @@
-"""The overflow check for gradients that are not in host memory: DeepSpeed keeps them on the accelerator unless it
-offloads the optimizer. No accelerator is needed: memory of the device "meta" is none of the host's either.
+"""The overflow check for gradients outside host memory.
+
+DeepSpeed keeps them on the accelerator unless it offloads the optimizer. No accelerator is needed: memory of the device
+"meta" is not host memory either.
 """
 
 from __future__ import annotations

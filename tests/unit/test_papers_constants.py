@@ -1,4 +1,4 @@
-"""Constants of the papers' modelled lanes: they give back what they say they were solved from."""
+"""Constants of the papers' modelled lanes reproduce the values that they were solved from."""
 
 import pytest
 
@@ -56,14 +56,14 @@ def test_deepspeeds_runtime_is_solved_from_the_forward_of_zero_infinity_and_pred
 
 
 def test_adamw_takes_what_zero_infinitys_ssds_leave_of_its_optimizer_stage():
-    """Fig. 1a: 79 % of 23 s are the SSDs', one after the other with AdamW."""
+    """Fig. 1a: 79 % of 23 s are the SSDs', sequentially with AdamW."""
     made = settings.step(settings.ZERO, "13B", 32)
     assert made.simulated.served_s["optimizer"]["cpu"] == pytest.approx((1 - 0.79) * 23, rel=1e-3)
     assert phase(made, "optimizer") == pytest.approx(23, rel=0.05)
 
 
 def test_the_gpu_is_not_busy_while_deepspeeds_runtime_works():
-    """Fig. 2b: four forward passes' products, over a step that holds the runtime's time."""
+    """Fig. 2b: the products of four forward passes, over a step that includes the runtime's time."""
     found = {(row["series"], row["x_value"]): row for row in throughput.shares() if row["metric"] == "gpu_busy"}
     step = settings.step(settings.ZERO, "13B", 32)
     assert float(found["13B", "32"]["value"]) == pytest.approx(100 * 4 * 5.96 / step.seconds, rel=0.01)
@@ -71,14 +71,18 @@ def test_the_gpu_is_not_busy_while_deepspeeds_runtime_works():
 
 @pytest.mark.parametrize(("batch", "tflops"), [(8, 42.8), (16, 84.3), (32, 143.1), (64, 155.8), (128, 153.8)])
 def test_the_released_rule_gives_the_authors_throughput_of_13b(batch, tflops):
-    """RC4ML/LoHan at feb88fe, evaluation_data.md; no constant is from it. Algorithm 1's optimum is up to 15 % off.
-    Whether AdamW has a fifth of the memory's bandwidth or four fifths moves these by less than a point."""
+    """RC4ML/LoHan at feb88fe, evaluation_data.md; no constant is from it.
+
+    Algorithm 1's optimum is up to 15 % off. Whether AdamW gets a fifth or four fifths of the memory's bandwidth changes
+    these by less than a point.
+    """
     made = settings.step(settings.LOHAN, "13B", batch)
     assert settings.net("13B", batch).reported_tflops(made.seconds) == pytest.approx(tflops, rel=0.075)
 
 
 def test_an_arm_of_gradients_swaps_by_the_rule_that_it_is_given():
-    """Fig. 7: `optimized` with the released rule is the arm `released`; the naive one computes less again as well."""
+    """Fig. 7: `optimized` with the released rule is the arm `released`; with
+    the rule the naive one recomputes less, too."""
     named = settings.step("LoHan Optimized", "13B", 64, swap="released")
     assert named.seconds == settings.step(settings.LOHAN, "13B", 64).seconds
     naive, alone = (settings.step("LoHan Naive", "13B", 64, swap=rule) for rule in ("released", ""))
@@ -86,7 +90,8 @@ def test_an_arm_of_gradients_swaps_by_the_rule_that_it_is_given():
 
 
 def test_each_system_has_its_own_largest_batch():
-    """LoHan 13B at 128 (Fig. 5a); a baseline holds logits and DeepSpeed's buffers, and 175B not at all (III-B)."""
+    """LoHan 13B at 128 (Fig. 5a); a baseline has logits and DeepSpeed's
+    buffers in memory, and 175B does not fit (III-B)."""
     found = {
         (series, model): sizes.largest_batch(series, model, throughput.BATCHES)
         for series in (settings.LOHAN, settings.ZERO)
@@ -135,7 +140,7 @@ def test_the_equations_give_the_authors_throughput_by_drives(batch, tflops):
 
 
 def test_a_papers_costs_are_its_own_constants_and_no_other_papers():
-    """What MemAscend's throughputs were solved for does not reach another paper's machine unsaid."""
+    """Constants solved for MemAscend's throughputs do not silently affect another paper's machine."""
     costs, others = Paper("cxl").costs(), Calibrations()
     assert costs.gpu_efficiency == constants("cxl")["gpu_efficiency"].value != others.gpu_efficiency
     assert costs.host_seconds_per_parameter == 0.0 != others.host_seconds_per_parameter

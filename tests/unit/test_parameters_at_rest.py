@@ -1,4 +1,5 @@
-"""Outside of its module's forward pass a streamed parameter is a type and a shape; its values are refused in a line."""
+"""Outside its module's forward pass a streamed parameter has only a type
+and a shape; reading its values fails in one line."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from memascend.ops.adamw import AdamW
 
 
 class Block(nn.Module):
-    """Looks at its weights' values as modules do."""
+    """A block that inspects its weights' values, as some modules do."""
 
     def __init__(self, width=16):
         super().__init__()

@@ -1,4 +1,5 @@
-"""What `params=`, `EngineOptions` and a step's note may be: what torch takes, or one line before anything moves."""
+"""Valid values of `params=`, `EngineOptions` and a step's note: what torch
+accepts; others are one line before anything moves."""
 
 import itertools
 import math

@@ -20,7 +20,7 @@ SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01
 
 
 class Adapted(nn.Module):
-    """A frozen matrix, and two thin ones beside it, as LoRA's."""
+    """A frozen matrix, and two thin ones next to it, as LoRA has."""
 
     def __init__(self, width, rank=4):
         super().__init__()
@@ -170,7 +170,7 @@ def test_two_tensors_of_one_key_are_refused(second):
 
 
 class _Refuses:
-    """A session that takes one of the two parts, and refuses the other as it is submitted."""
+    """A session that accepts one of the two parts, and refuses the other when it is submitted."""
 
     def __init__(self):
         self.begun = Promise("the trained part")

@@ -1,4 +1,4 @@
-"""A piece of the states goes through its step in one order, whoever moves it."""
+"""A piece of the states passes through its step in one order, whichever code moves it."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ WAYS = {
 
 
 def layout():
-    """Two blocks, each of two pieces of one parameter and a half."""
+    """Return two blocks, each of two pieces of one and a half parameters."""
     units = [
         UnitParameters(
             key=f"layers.{n}",

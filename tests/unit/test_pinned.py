@@ -1,4 +1,4 @@
-"""Pinned memory: exact sizes, real locking, one free after the last view, and the seam to CUDA."""
+"""Pinned memory: exact sizes, real locking, one free after the last view, and the interface to CUDA."""
 
 import gc
 import re
@@ -27,7 +27,7 @@ ALLOCATORS = [PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator]
 
 
 def locked_bytes() -> int:
-    """Locked memory of this process by the kernel's account."""
+    """Return the bytes that the kernel counts as locked by this process."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmLck:"))
 
@@ -41,7 +41,7 @@ def live_addresses() -> set[int]:
 
 
 def run_python(code: str, *, to_its_exit: bool = False) -> subprocess.CompletedProcess:
-    """A fork that ends before the interpreter takes itself down, or a process that goes through that too."""
+    """Run code in a fork, which ends before the interpreter is finalised, or in a process that is finalised too."""
     if not to_its_exit:
         return forked.run([sys.executable, "-c", code], timeout=100)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
@@ -76,7 +76,7 @@ def test_power_of_two_reserves_the_smallest_power_from_a_page_up(requested):
 
 @pytest.mark.parametrize(("make", "reserved"), [(ALLOCATORS[0], 5 << 20), (ALLOCATORS[1], 8 << 20)])
 def test_all_reserved_pages_are_locked_by_the_kernels_account(make, reserved):
-    gc.collect()  # what other tests have left would be freed in between
+    gc.collect()  # objects of other tests would otherwise be freed in between
     before = locked_bytes()
     ledger = Ledger()
     tensor = allocate(make(ledger), 5 << 20, torch.uint8)
@@ -178,7 +178,7 @@ def test_more_than_the_ram_is_refused_by_name(make, numel):
 
 
 def test_over_the_memlock_limit_is_an_error_or_an_unlocked_buffer():
-    # In a child that has given up root, where the limit binds.
+    # In a child that has given up root, for which the limit applies.
     done = run_python("""
 import os, resource, torch
 from memascend.memory.ledger import Ledger
@@ -248,7 +248,7 @@ def test_threads_allocate_and_free():
 
 
 class FakeDriver:
-    """Stands for the CUDA runtime: records calls, and fails when told."""
+    """Replaces the CUDA runtime: records calls, and fails on request."""
 
     def __init__(self, register_code=0):
         self.calls = []
@@ -265,7 +265,7 @@ class FakeDriver:
 
 
 def mapped_starts() -> set[int]:
-    """First addresses of all pages' mappings, by page, of this process."""
+    """Return the addresses of the pages in this process's mappings of at most 64 MiB."""
     starts = set()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -353,7 +353,7 @@ def test_tensors_alive_at_interpreter_exit_do_no_harm(prefix):
 
 
 def test_forked_child_that_ends_normally_leaves_the_parents_memory_alone():
-    """The child goes through its interpreter's exit with an inherited tensor, and frees another one before."""
+    """The child's interpreter is finalised with an inherited tensor, and frees another one before."""
     done = run_python(
         """
 import os, threading, torch
@@ -407,7 +407,7 @@ stop.set()
 
 
 def test_unregistered_exactly_once_at_interpreter_exit_or_before():
-    """The driver is asked once for what is freed before the end, and never while the interpreter goes down."""
+    """The driver is called once for what is freed before the end, and never while the interpreter is finalised."""
     done = run_python(
         FAKE_CUDA
         + """
@@ -440,13 +440,13 @@ def test_transparent_huge_pages_reserve_no_more(make):
 
 
 def huge_pages_setting() -> str:
-    """The word in brackets: always, madvise or never."""
+    """Return the word in brackets: always, madvise or never."""
     with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:
         return re.search(r"\[(\w+)\]", setting.read())[1]
 
 
 def huge_page_bytes(address: int) -> int:
-    """Bytes on transparent huge pages in the mapping that holds `address`, by the kernel's account."""
+    """Return the kernel's count of bytes on transparent huge pages in the mapping that contains `address`."""
     inside = False
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
@@ -475,7 +475,7 @@ def test_reserved_huge_pages_say_what_they_reserve_and_what_is_missing():
 
 
 def test_frees_on_a_thread_without_python():
-    """The last reference may die in C++ (autograd's threads): graph holds the buffer, backward drops it."""
+    """C++ may drop the last reference (autograd's threads): the graph keeps the buffer, and backward frees it."""
     ledger = Ledger()
     buffer = allocate(PageAlignedPinnedAllocator(ledger, lock=False), 100)
     buffer.fill_(2.0)

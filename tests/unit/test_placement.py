@@ -1,4 +1,4 @@
-"""Placement on NUMA nodes: what is refused on a described machine, and the real thing on as many nodes as there are."""
+"""Placement on NUMA nodes: what is refused on a described machine, and real placement on as many nodes as there are."""
 
 import gc
 import mmap
@@ -71,9 +71,9 @@ def test_the_shares_of_a_policy_are_by_weight_and_add_up():
 
 def test_a_strict_policy_beyond_what_is_free_is_refused_before_it_is_taken():
     for policy in (on_node(1), prefer([1]), interleaved([1])):
-        policy.check(MACHINE, 2 * GIB)  # the rest goes elsewhere
+        policy.check(MACHINE, 2 * GIB)  # the rest goes to other nodes
     on_node(1, strict=True).check(MACHINE, GIB)
-    gc.collect()  # what earlier tests have left goes now, and not between the two counts
+    gc.collect()  # objects of earlier tests are freed now, and not between the two counts
     before = len(_C.pinned_live())
     allocator = PageAlignedPinnedAllocator(Ledger(), lock=False, topology=MACHINE)
     with pytest.raises(MemoryError, match=r"2048 MiB exceed the 1024 MiB free there.*strict=False"):
@@ -168,7 +168,7 @@ def test_huge_pages_may_be_placed_too(pages):
 
 
 def no_huge_pages(address: int) -> bool:
-    """Whether the mapping at `address` is without huge pages (VmFlags nh)."""
+    """Return whether the mapping at `address` has huge pages disabled (VmFlags nh)."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]

@@ -1,4 +1,4 @@
-"""How many sub-groups each path keeps: Eq. 1 of MLP-Offload, and what balances times (erratum M2)."""
+"""How many sub-groups each path gets: Eq. 1 of MLP-Offload, and the placement that balances times (erratum M2)."""
 
 from __future__ import annotations
 

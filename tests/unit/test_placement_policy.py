@@ -1,4 +1,4 @@
-"""`placement:` of a run: what can be said, what it comes to on a described machine, and what is refused in one line."""
+"""`placement:` of a run: valid values, their effect on a described machine, and refusals in one line."""
 
 import pytest
 

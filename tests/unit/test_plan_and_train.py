@@ -1,4 +1,4 @@
-"""`memascend plan` and `memascend train` mean the same by the same options, said or left out."""
+"""`memascend plan` and `memascend train` mean the same by the same options, given or omitted."""
 
 import dataclasses
 import json
@@ -21,7 +21,10 @@ MODEL = "qwen2.5-7b"
 
 
 def planned(capsys, *options, config=None):
-    """The JSON of a plan for this machine's kind of device; `config`: where it writes the DeepSpeed configuration."""
+    """Return the JSON of a plan for this machine's kind of device.
+
+    `config`: the file to which it writes the DeepSpeed configuration.
+    """
     if "--gpu-memory" not in options:
         options = ("--device", "cuda" if torch.cuda.is_available() else "cpu", *options)
     more = ["--write-config", str(config), "--nvme", str(config.parent)] if config else []
@@ -90,16 +93,17 @@ def test_gradients_that_stay_in_memory_are_not_planned_on_the_ssd(capsys):
     assert kept["io_bytes"]["write"]["backward"] == 0
     assert swapped["io_bytes"]["read"]["optimizer"] - kept["io_bytes"]["read"]["optimizer"] == gradients
     assert swapped["ssd_bytes"] - kept["ssd_bytes"] == gradients
-    name = "optimizer-state and swap-out buffers"  # three per sub-group in place of four
+    name = "optimizer-state and swap-out buffers"  # three per sub-group instead of four
     less = swapped["components_bytes"][name] - kept["components_bytes"][name]
     assert 0 < less < swapped["components_bytes"][name] / 4
-    assert swapped["host_bytes"] - kept["host_bytes"] == pytest.approx(less, rel=0.01)  # the piece that is converted
+    # differs by the piece that is being converted
+    assert swapped["host_bytes"] - kept["host_bytes"] == pytest.approx(less, rel=0.01)
 
 
 @pytest.mark.parametrize("system", ["memascend", "zero_infinity", "zero_offload"])
 @pytest.mark.parametrize("more", [{}, {"dtype": "fp16", "ranks": 2, "batch": 2, "accumulate": 4}], ids=str)
 def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, more):
-    """Key by key, but for what the adaptive pool takes from the model itself."""
+    """They agree key by key, except for what the adaptive pool derives from the model itself."""
     words = [word for name, value in more.items() for word in (f"--{name}", str(value))]
     planned(capsys, "--system", system, *words, config=tmp_path / "ds.json")
     written = json.loads((tmp_path / "ds.json").read_text())
@@ -176,21 +180,21 @@ def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> No
         (0, "one", 18),
         (0, "two", 28),
         (0, "checkpoint", 14),
-        (1, "auto", 18),  # the gradients that wait for their norm are those that a step can be done again from
+        (1, "auto", 18),  # the gradients that wait for their norm are those from which a step can be repeated
         (1, "one", 18),
         (1, "two", 28 + 4),
         (1, "checkpoint", 14 + 4),
     ],
 )
 def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versions, per_parameter):
-    """And beside them inputs of blocks, room for two blocks and what the file of gradients has to spare."""
+    """In addition there are inputs of blocks, space for two blocks and the spare space of the gradients' file."""
     words = ("--system", "lohan", "--clip", str(clip), "--state-versions", versions, "--ssd-space", "150")
     made = planned(capsys, *words)
     config = TrainConfig(model=MODEL, system="lohan", clip=float(clip), state_versions=versions)
     train = _plan(config, model_spec(MODEL).hf_config_dict(), made["context"], [])
     need = next(each for each in made["needs"] if each["name"] == "SSD space")
     assert train["planned_swap_bytes"] == made["ssd_bytes"]
-    assert train["least_swap_bytes"] == need["needed_bytes"]  # two, which are 200 GiB, do not fit
+    assert train["least_swap_bytes"] == need["needed_bytes"]  # two versions, which are 200 GiB, do not fit
     assert need["needed_bytes"] / made["parameters"] == pytest.approx(per_parameter, rel=0.1)
     assert need["fits"] == (versions != "two")
 
@@ -212,7 +216,7 @@ def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versio
     ids=str,
 )
 def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written):
-    """By the parameter; what is written decides how long a drive lives."""
+    """Bytes per parameter; the bytes written determine a drive's life."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     made = planned(capsys, "--system", "lohan", "--checkpointing", "plain", "--ssd-endurance", "1000", *words)
     assert made["wear"]["bytes_per_step"] == sum(made["io_bytes"]["write"].values())
@@ -222,7 +226,7 @@ def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written)
 
 @pytest.mark.parametrize(("versions", "per_parameter"), [("checkpoint", 4.0625), ("two", 2 * 4.0625)])
 def test_8_bit_moments_take_4_bytes_a_parameter_and_version_in_both(capsys, versions, per_parameter):
-    """With a margin for inputs of blocks, and room for two units with one version."""
+    """There is a margin for inputs of blocks, and for space of two units with one version."""
     words = ("--system", "lohan", "--clip", "0", "--states", "int8", "--checkpointing", "plain")
     made = planned(capsys, *words, "--state-versions", versions)
     config = TrainConfig(
@@ -245,7 +249,7 @@ def test_a_step_on_a_disk_without_room_for_two_versions_is_that_of_one(capsys):
 
 @pytest.mark.parametrize("limit", ["ram", "ssd-space"])
 def test_the_largest_context_is_that_of_a_run_whose_checkpoints_go_to_the_ssd(capsys, limit):
-    """A few of them are in host memory, and all of them on the SSD."""
+    """A few checkpoints are in host memory, and all of them on the SSD."""
     given = ("--gpu-memory", "8000", f"--{limit}", {"ram": "5", "ssd-space": "240"}[limit])
     words = ("--system", "lohan", "--batch", "4", *given)
     most = planned(capsys, *words)["largest"]["context"]

@@ -1,4 +1,4 @@
-"""Colossal-AI and FlashNeuron, which LoHan compares with: what they hold and move; neither is offered to train."""
+"""Colossal-AI and FlashNeuron, which LoHan compares with: what they store and move; neither can be trained."""
 
 import pytest
 
@@ -14,7 +14,7 @@ SPEC = model_spec("llama3.1-8b")
 
 
 def test_colossal_ai_holds_weights_and_masters_and_its_moments_cross_the_ssd():
-    """6 bytes per parameter in host memory, and the moments of two tensors; 8 bytes read and 8 written in a step."""
+    """6 bytes per parameter in host memory, and the moments of two tensors; 8 bytes read and 8 written per step."""
     work = Workload(spec=SPEC, system="colossal_ai", dtype="bf16", stack=Stack(checkpointing="plain"))
     largest = max(tensor.numel for tensor in SPEC.tensors())
     made = plan(work, process_overhead=False)

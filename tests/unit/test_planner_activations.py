@@ -1,4 +1,4 @@
-"""The fastest mix of keeping, recomputing and offloading within a memory limit, against all mixes there are."""
+"""The fastest mix of keeping, recomputing and offloading within a memory limit, against all possible mixes."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def test_the_room_is_what_weights_states_and_kernels_leave():
     assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
     held = 40 * 2**30 - made.choice.room_bytes
     assert held == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
-    assert full_plan(WORK, Limits(), MACHINE).choice is None  # how much there is is not given
+    assert full_plan(WORK, Limits(), MACHINE).choice is None  # the amount of memory is not given
     other = dataclasses.replace(WORK, system="in_memory")
     assert full_plan(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
 

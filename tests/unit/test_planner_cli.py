@@ -1,4 +1,4 @@
-"""The `memascend plan` command as a person and as a program use it."""
+"""The `memascend plan` command as users and programs run it."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def test_plan_prints_every_component_and_a_total(capsys):
     shares = [float(line.split()[-1].rstrip("%")) for line in out.splitlines() if line.endswith("%")]
     tables = out.count("  total  ")
     assert tables == 2
-    assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and its total
+    assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and their total
 
 
 def test_a_streamed_model_s_gradients_come_from_a_gpu_through_host_memory_of_their_own(capsys):
@@ -200,7 +200,7 @@ def test_an_unreadable_folder_is_one_line(capsys, tmp_path):
 
 
 def planned(capsys, *arguments: str) -> dict:
-    """The JSON answer for Qwen2.5-7B on the paper's first machine."""
+    """Return the JSON answer for Qwen2.5-7B on the paper's first machine."""
     status, out, err = run(capsys, "plan", "--model", "qwen2.5-7b", "--json", *arguments)
     assert status in (0, 1), err
     return json.loads(out)
@@ -344,7 +344,7 @@ def test_the_configuration_is_written_once(capsys, tmp_path):
     assert config["train_batch_size"] == 24
     zero = config["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == str(nvme)
-    assert "buffer_size" not in zero["offload_param"]  # ours never asks for it
+    assert "buffer_size" not in zero["offload_param"]  # our configuration never sets it
     before = path.read_bytes()
     status, _, err = run(capsys, *arguments)
     assert (status, path.read_bytes()) == (2, before)
@@ -429,7 +429,7 @@ def test_a_measured_limit_is_told_in_two_digits(capsys):
 
 
 def test_a_budget_bounds_what_plan_calls_the_largest(capsys):
-    """--host-memory is a limit of its own, not only a reason to refuse."""
+    """--host-memory limits the answer too, and is not only a reason to refuse."""
     words = ["plan", "--model", "qwen2.5-14b", "--batch", "2", "--gradients", "bf16", "--host-memory", "64GiB"]
     assert main(words) == 0
     said = capsys.readouterr().out

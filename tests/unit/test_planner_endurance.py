@@ -1,4 +1,5 @@
-"""Activations on SSDs, projected: against the paper's rows and what its authors' program prints (basis: calibrated)."""
+"""Projections of activations on SSDs, against the paper's rows and the
+output of its authors' program (basis: calibrated)."""
 
 import itertools
 
@@ -28,7 +29,7 @@ def test_table_iii_s_estimates(key, printed):
 
 @pytest.mark.parametrize(("key", "gib_s"), [((8192, 4), 19.04), ((12288, 3), 13.06), ((16384, 2), 10.04)])
 def test_the_bandwidth_of_two_gpus_is_that_of_the_authors_program(key, gib_s):
-    """github.com/K-Wu/llm-analysis at 44495f6, run.sh; Table III prints what measured step times need instead."""
+    """github.com/K-Wu/llm-analysis at 44495f6, run.sh; Table III instead prints what measured step times need."""
     assert table_iii()[key].write_bytes_per_s / GIB == pytest.approx(gib_s, rel=0.01)
 
 

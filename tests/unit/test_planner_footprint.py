@@ -1,4 +1,4 @@
-"""Plans against the paper: every printed component and total whose inputs the paper gives, to within 1 %."""
+"""Plans against the paper: every printed component and total whose inputs the paper gives, within 1 %."""
 
 import csv
 import itertools
@@ -28,7 +28,7 @@ SYSTEMS = {"ZeRO-Infinity": "zero_infinity", "MemAscend": "memascend"}
 
 
 def plan(spec, system="zero_infinity", arm=None, *, process_overhead=True, **workload):
-    """With the sizes that the papers' totals describe, and without activation checkpoints unless asked for."""
+    """Plan with the sizes that the papers' totals describe, and without activation checkpoints unless requested."""
     work = Workload(spec=spec, system=system, arm=arm, **({"context": 0} | workload))
     return footprint.plan(papers(work), process_overhead=process_overhead)
 
@@ -151,7 +151,7 @@ def test_table_ii_8b_and_the_two_cells_that_the_formulas_miss():
         return gib("zero_infinity", model) / published("memascend-tab02", "peak system memory", series, cell, cell) - 1
 
     assert abs(residual("llama3.1-8b", "ZeRO-Infinity", "8B")) < 0.01
-    # Known deviations, kept as they are: erratum M29. If a change moves them, it says something about the paper.
+    # Known deviations, kept as they are: erratum M29. A change that moves them affects the agreement with the paper.
     assert residual("llama3.2-1b", "ZeRO-Infinity", "1B") == pytest.approx(-0.35, abs=0.01)
     assert residual("llama3.2-3b", "ZeRO-Infinity", "3B") == pytest.approx(-0.165, abs=0.01)
 
@@ -181,7 +181,7 @@ def test_components_add_up_to_the_total(system, arm, model, workload):
 
 @pytest.mark.parametrize(
     ("model", "tolerance"),
-    # Routers shrink by k, not k^2: they shift the sub-groups of a mixture a little.
+    # Routers shrink by k, not k^2, which shifts the sub-groups of a mixture slightly.
     [("qwen2.5-7b", 0.002), ("llama3.1-8b", 0.002), ("qwen3-30b-a3b", 0.01)],
 )
 def test_a_twin_wastes_the_same_share(model, tolerance):
@@ -193,7 +193,7 @@ def test_a_twin_wastes_the_same_share(model, tolerance):
 
 
 def test_the_twin_of_the_evidence_by_hand():
-    """MiB that were measured by hand on DeepSpeed 0.19.8 for Qwen2.5-7B at k = 8: locked memory plus spike."""
+    """MiB measured manually on DeepSpeed 0.19.8 for Qwen2.5-7B at k = 8: locked memory plus peak."""
     twin = model_spec("qwen2.5-7b").twin(8)
     assert plan(twin, "zero_infinity").host_net_bytes / 2**20 == pytest.approx(1720.5, rel=0.002)
     assert plan(twin, "memascend").host_net_bytes / 2**20 == pytest.approx(673.3, rel=0.002)
@@ -208,7 +208,8 @@ def test_one_pool_tensor_rounds_as_a_whole():
 
 
 def test_rounding_bounded_by_pytorch_leaves_the_pool_and_the_chain():
-    """Qwen2.5-7B by hand. Elements: embedding 152064 x 3584, all 7,615,616,512; every buffer is above 1 MiB."""
+    """Qwen2.5-7B, calculated manually. Elements: embedding 152064 x 3584,
+    all 7,615,616,512; every buffer is above 1 MiB."""
     spec, embedding, parameters = model_spec("qwen2.5-7b"), 152064 * 3584, 7_615_616_512
     made = plan(spec, "zero_infinity", "as_published_round_threshold", process_overhead=False)
     small = made.requested_bytes("small_parameters")
@@ -357,7 +358,7 @@ def test_every_system_has_a_default_arm():
 
 
 def test_a_plan_of_the_drop_in_holds_what_it_derives():
-    """Four buffers of the largest sub-group that the derived size makes, and the engine's bounce buffers."""
+    """It has four buffers of the largest sub-group for the derived size, and the engine's bounce buffers."""
     spec = model_spec("qwen2.5-7b")
     work = Workload(spec=spec, ranks=2, sizes=SwapSizes(io=IoSettings(block_bytes=1 << 20, queue_depth=32, workers=4)))
     made = footprint.plan(work)

@@ -1,4 +1,4 @@
-"""`memascend plan --ds-config`: the run of a DeepSpeed configuration; what it leaves out is derived as in a run."""
+"""`memascend plan --ds-config` plans the run of a DeepSpeed configuration; omitted values are derived as in a run."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SMALLEST = {
 
 
 def configured(**keys):
-    """The smallest configuration with more or other keys; a dotted one is inside a section."""
+    """Return the smallest configuration with additional or changed keys; a dotted key is inside a section."""
     config = json.loads(json.dumps(SMALLEST))
     for key, value in keys.items():
         *sections, last = key.split("__")
@@ -46,7 +46,7 @@ def test_the_smallest_section_is_the_drop_in():
 
 
 def test_the_command_without_a_configuration_plans_the_same():
-    """But for the stack, and for the gradient buffer, which `train` keeps in fp32."""
+    """Except for the stack, and for the gradient buffer, which `train` keeps in fp32."""
     stack = Stack(attention="auto", loss="plain", checkpointing="none")
     config = configured(data_types__grad_accum_dtype="fp32")
     plain = plan(Workload(spec=SPEC, dtype="bf16", stack=stack, sizes=workload_of(config, SPEC).sizes))

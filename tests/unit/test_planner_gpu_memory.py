@@ -27,7 +27,8 @@ def gpu_memory(spec, stack=DEFAULT_STACK, **workload):
 
 
 def saved_bytes(config: dict, attention: str) -> tuple[float, float]:
-    """(bytes per token and block, bytes per token outside the blocks) that autograd keeps for a training loss."""
+    """Return (bytes per token and block, bytes per token outside the
+    blocks) that autograd keeps for a training loss."""
     transformers = pytest.importorskip("transformers")
     totals = {}
     for layers in (2, 4):
@@ -86,7 +87,8 @@ def test_the_activation_formula_is_what_autograd_saves(keys, attention, small):
 
 
 def test_the_loss_keeps_six_of_its_ten_bytes_a_logit(small):
-    """log-probabilities in fp32 are saved; the 16-bit logits live until the loss is done, gradients come later."""
+    """log-probabilities in fp32 are saved; the 16-bit logits live until
+    the loss is computed, and gradients come later."""
     spec = small(model_type="llama")
     _, outside = saved_bytes({**SMALL, "model_type": "llama"}, "sdpa")
     assert 4 * spec.vocab < outside < 10 * spec.vocab + 16 * spec.hidden

@@ -1,4 +1,4 @@
-"""A hard budget for host memory, judged by the plan before anything is allocated."""
+"""A hard budget for host memory, checked by the plan before anything is allocated."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def needed(work):
 
 def test_a_plan_within_the_budget_comes_back():
     assert require_host_memory(WORK, needed(WORK)).host_bytes == needed(WORK)
-    assert require_host_memory(WORK).host_bytes == needed(WORK)  # no budget at all
+    assert require_host_memory(WORK).host_bytes == needed(WORK)  # no budget
     assert require_host_memory(replace(WORK, host_memory=64 * GIB)).work.host_memory == 64 * GIB
 
 

@@ -41,7 +41,7 @@ def test_every_built_exhibit_with_a_modelled_lane_has_rows(paper):
 def test_rows_keep_their_lane_their_origin_and_a_real_testbed(paper):
     for row in rows(paper):
         assert set(row) <= set(tidy.COLUMNS)
-        if row["lane"] == "author":  # what a tool's own pages say of it, no model's number
+        if row["lane"] == "author":  # values from a tool's own pages, not a model's numbers
             assert row["source"].startswith("https://")
             continue
         assert row["lane"] == "modelled"
@@ -76,7 +76,7 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper)
 
 @pytest.mark.parametrize("paper", [paper for paper in COMPUTED if claims_of(paper)])
 def test_the_committed_verdicts_are_those_of_the_lane(paper):
-    """results/reference/modelled: the record that the score in the README is tested against."""
+    """results/reference/modelled is the record against which the README's score is tested."""
     made_rows = pd.DataFrame(rows(paper)).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
     record = claims.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
     committed = {verdict.claim_id: verdict for verdict in record}
@@ -140,7 +140,7 @@ def test_hypothesis_h1_adds_the_same_to_both_systems():
 
 def test_improvements_are_given_for_the_sixteen_cells_of_each_table():
     for exhibit in ("memascend-tab04", "memascend-tab06"):
-        series = times.TABLES[exhibit][0]  # the other reading of III-C has a series of its own
+        series = times.TABLES[exhibit][0]  # the other reading of III-C has a separate series
         cells = [r for r in rows() if r["exhibit_id"] == exhibit and r["metric"] == "throughput improvement"]
         cells = [r for r in cells if r["series"] in (f"{series}, C1", f"{series}, C2")]
         assert Counter(r["testbed"] for r in cells) == {"memascend-c1": 8, "memascend-c2": 8}

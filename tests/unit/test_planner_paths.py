@@ -1,4 +1,4 @@
-"""A plan over several paths: what each holds and is written, its life, and what a step takes without it."""
+"""A plan over several paths: what each stores and is written, its life, and the time of a step."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_the_key_tiers_plans_several_paths():
     assert not made.work.arrangement.swaps_gradients  # they stay in host memory, as the drop-in keeps them
     assert planned(gradients="nvme").work.arrangement.swaps_gradients
     kept, swapped = made.work.optimizer_buffers, planned(gradients="nvme").work.optimizer_buffers
-    assert (kept, swapped) == (15, 21)  # of five sub-groups: kept gradients have no buffer
+    assert (kept, swapped) == (15, 21)  # for five sub-groups: kept gradients have no buffer
     assert workload_of(config(param="nvme"), SPEC).arm_name == "weights_on_paths"
     assert full_plan(Workload(spec=SPEC), Limits(), MACHINE).paths == ()
 

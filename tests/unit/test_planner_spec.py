@@ -56,7 +56,7 @@ LATENT = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
-# Architectures without a rule of ours: read from their classes.
+# Architectures without a rule of ours, which are read from their classes.
 BY_CLASS = {
     "gpt_neox": {},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -197,7 +197,7 @@ def test_mixtures_hold_as_many_parameters_as_the_hugging_face_class(keys, config
     spec = model_spec(config_file(**keys))
     theirs = hf_parameters(spec.hf_config_dict())
     assert spec.parameters == sum(torch.Size(shape).numel() for shape in theirs.values())
-    ours = named(spec)  # experts are fused there: everything else must agree name by name
+    ours = named(spec)  # its experts are fused; everything else must agree name by name
     assert {n: s for n, s in ours.items() if "expert" not in n and "mlp.gate." not in n and "moe.gate." not in n} == {
         n: s for n, s in theirs.items() if "expert" not in n and "mlp.gate." not in n
     }

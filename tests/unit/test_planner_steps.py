@@ -1,4 +1,4 @@
-"""I/O volume, machines and step times: by hand, against published numbers, and what they refuse."""
+"""I/O volume, machines and step times: calculated manually, against published numbers, and their refusals."""
 
 import csv
 from pathlib import Path
@@ -84,7 +84,8 @@ def test_gradient_accumulation_repeats_the_passes_but_not_the_optimizer():
     one, four = io_volume(spec), io_volume(spec, accumulation=4)
     assert four.read_bytes["forward"] == 4 * one.read_bytes["forward"]
     assert four.read_bytes["backward"] == 4 * one.read_bytes["backward"]
-    assert four.write_bytes["backward"] == one.write_bytes["backward"]  # they add up in host memory until the last
+    # they are accumulated in host memory until the last one
+    assert four.write_bytes["backward"] == one.write_bytes["backward"]
     assert four.write_bytes["optimizer"] == one.write_bytes["optimizer"]
 
 
@@ -133,7 +134,8 @@ def test_every_phase_by_hand():
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "llama3.2-1b", "qwen3-30b-a3b"])
 def test_pieces_add_up_to_the_model(model):
-    """Weights, products and checkpoints to the byte; what is stored, to what streams and a tied output matrix again."""
+    """Weights, products and checkpoints add up to the byte; stored bytes to
+    those that stream, with a tied output matrix again."""
     made = work(model_spec(model), ranks=2, batch=3, context=512)
     parts, spec = pieces(made), made.spec
     assert sum(piece.parameters for piece in parts) == spec.parameters
@@ -169,7 +171,7 @@ def test_a_step_takes_its_roofline_and_little_more_for_filling_and_draining(syst
     assert len(step.tasks) < 2000
     begin = 0.0
     for phase, (first, last) in simulated.phases().items():
-        assert first == pytest.approx(begin)  # nothing idle between the phases
+        assert first == pytest.approx(begin)  # no idle time between the phases
         begin = last
         tasks = [task for task in step.tasks if task.phase == phase]
         if phase in ("forward", "backward"):
@@ -183,7 +185,7 @@ def test_a_step_takes_its_roofline_and_little_more_for_filling_and_draining(syst
 
 
 def test_one_buffer_for_a_whole_block_makes_reading_and_computing_take_turns():
-    """The pool decides what overlaps: with room for one piece the GPU waits for every read."""
+    """The pool determines the overlap: with space for one piece the GPU waits for every read."""
     made = work(model_spec("qwen2.5-7b"), batch=16, context=2048)
     roomy, tight = steps.step_of(made, ROUND), steps.step_of(made, ROUND)
     largest = max(piece.weight_bytes for piece in tight.pieces[1:-1])
@@ -218,7 +220,7 @@ def test_the_two_throughputs_that_calibrate_come_back():
 
 
 def test_the_iteration_of_section_iii_c_is_predicted():
-    """5507 ms are 13.36 % of an iteration of the 8B model: 41.22 s, which took part in no calibration."""
+    """5507 ms are 13.36 % of an iteration of the 8B model: 41.22 s, which was used in no calibration."""
     assert seconds("llama3.1-8b", "C1", 8, system="zero_infinity") == pytest.approx(5.507 / 0.1336, rel=0.08)
 
 

@@ -232,7 +232,7 @@ def test_wrong_pools_are_refused():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against the simplest model of it: a multiset of free class sizes and a dict of holders."""
+    """The pool against its simplest model: a multiset of free class sizes and a dict of lessees."""
 
     @initialize(sizes=st.dictionaries(st.sampled_from([5, 300, 301, 2000]), st.integers(1, 3), min_size=1))
     def build(self, sizes):
@@ -281,7 +281,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.release(key)
             return
         size, lease = self.held.pop(key)
-        assert bool((lease.tensor == key).all())  # nobody else wrote into it
+        assert bool((lease.tensor == key).all())  # no other lessee wrote into it
         self.pool.release(lease if by_lease else key)
         self.free[size] += 1
 
@@ -303,7 +303,7 @@ TestPoolAgainstModel.settings = settings(max_examples=60, stateful_step_count=30
 
 
 class Waiters:
-    """Requests that wait, each in a thread of its own; `start` returns when the request stands in the queue."""
+    """Waiting requests, each in its own thread; `start` returns when the request is in the queue."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -429,7 +429,7 @@ def test_wrong_requests_to_wait_are_refused():
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The waiting pool against a model: free slots by class, holders, and one queue served from the front."""
+    """The waiting pool against a model: free slots by class, leases, and one queue served from the front."""
 
     @initialize(sizes=st.dictionaries(st.sampled_from([5, 300, 2000]), st.integers(1, 2), min_size=1))
     def build(self, sizes):
@@ -437,7 +437,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiters = Waiters(self.pool)
         self.free = dict(sizes)
         self.held = {}
-        self.queue = []  # (key, sizes that would do, future)
+        self.queue = []  # (key, sizes that are large enough, future)
 
     @rule(key=st.integers(0, 9), numel=st.sampled_from([5, 300, 2000]), borrow=st.booleans(), wait=st.booleans())
     def request(self, key, numel, borrow, wait):
@@ -589,7 +589,7 @@ def live(ledger):
 def test_buffers_on_demand_are_made_as_asked_for_and_one_is_kept():
     ledger = Ledger()
     buffers = OnDemandBuffers(HALF, PageAlignedPinnedAllocator(ledger, lock=False), name="staging", keep=True)
-    for numel in (100, 1000, 100):  # one after the other: the memory of the largest
+    for numel in (100, 1000, 100):  # one after the other, so they need the memory of the largest
         lease = buffers.lease("w", numel)
         assert (lease.tensor.numel(), lease.slot_tensor.numel() % 256) == (numel, 0)
         buffers.release("w")

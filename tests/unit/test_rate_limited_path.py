@@ -1,4 +1,4 @@
-"""An SSD of known speed: served in turn, by priority, with what was written; and the step that is predicted of it."""
+"""An SSD of known speed: requests served in turn, by priority, with their data; and the predicted step."""
 
 import errno
 import threading
@@ -24,7 +24,7 @@ MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "back
 def test_requests_are_served_by_priority_then_in_turn():
     server, order, under_way, come = RateLimiter(1e6), [], threading.Event(), threading.Event()
     begun = [server.serve(1000, lambda: (under_way.set(), come.wait()))]
-    under_way.wait(10)  # until the others have come
+    under_way.wait(10)  # until the others have arrived
     for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
         promise = server.serve(1000, priority=priority)
         promise.add_done_callback(lambda _, name=name: order.append(name))
@@ -120,7 +120,7 @@ def test_what_is_predicted_follows_from_the_step_in_memory_the_updates_and_the_p
         assert row["seconds"] >= 0.8  # the medians of both passes
     assert "optimizer_s" not in found["naive"]
     assert found["none"]["seconds"] > found["optimized"]["seconds"]
-    assert found["optimized"]["seconds"] == pytest.approx(0.8, rel=0.1)  # the rest is hidden
+    assert found["optimized"]["seconds"] == pytest.approx(0.8, rel=0.1)  # the rest overlaps
     slow = {row["method"]: row for row in predicted_steps(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=1e7)}
     assert slow["optimized"]["bottleneck"] == "SSD"
     assert slow["optimized"]["seconds"] > 4 * found["optimized"]["seconds"]

@@ -1,4 +1,4 @@
-"""Events of a real step: phases that interrupt one another, waits taken out, blocks; and two steps compared."""
+"""Events of a real step: nested phases, waits subtracted, blocks; and the comparison of two steps."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from memascend.storage import interrupts
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that advances when the test says so."""
 
     def __init__(self):
         self.s = 0.0
@@ -105,7 +105,7 @@ def test_transfers_of_other_threads_keep_the_phase_that_they_began_in(clock):
     thread = threading.Thread(target=recorder.add, args=("gradient", "ssd.write", begin, 64.0, phase))
     thread.start()
     thread.join()
-    recorder.add("nobody asked", "ssd.read", 0.0)  # outside of every phase
+    recorder.add("nobody asked", "ssd.read", 0.0)  # outside every phase
     written = [event for event in recorder.take() if event.resource.startswith("ssd")]
     assert written == [
         Event(name="gradient", phase="backward", resource="ssd.write", begin_s=0, end_s=9.0, rank=1, amount=64.0)
@@ -139,7 +139,7 @@ def test_a_transfer_that_the_end_of_the_step_finds_under_way_belongs_to_it():
 
 
 def test_a_measured_phase_is_the_time_of_its_thread_and_a_simulated_one_its_span(tmp_path):
-    """A transfer that goes on after the phase belongs to it, and does not make it longer."""
+    """A transfer that continues after the phase belongs to it, but does not make it longer."""
     simulated = step_of_trace(*trace(tmp_path / "a.json", "modelled", main=False))
     measured = step_of_trace(*trace(tmp_path / "b.json", "measured", scale=2.0))
     assert simulated.phase_s == {"forward": 9.0, "optimizer": 1.0}

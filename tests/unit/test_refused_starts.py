@@ -1,4 +1,4 @@
-"""What cannot begin is refused in one line, with nothing touched: no folder removed, no value moved."""
+"""What cannot begin is refused in one line, with nothing changed: no folder removed, no value moved."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Exhibits, claims and published numbers: that they are complete, well-formed and agree with each other."""
+"""Exhibits, claims and published numbers are complete, well-formed and agree with each other."""
 
 import csv
 import re
@@ -133,7 +133,8 @@ def test_a_lane_is_checked_or_says_why_not(claim):
 
 
 def test_the_quotes_of_claims_are_in_the_published_table_or_on_the_list_of_numbers():
-    """A claim's words overlap with a published row's or a listed statement's: both were found in the paper's text."""
+    """A claim's quote overlaps with that of a published row or a listed
+    statement: both were found in the paper's text."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9.%]+", "", text.lower().replace("times", ""))
@@ -147,8 +148,8 @@ def test_the_quotes_of_claims_are_in_the_published_table_or_on_the_list_of_numbe
 
 
 def test_expected_values_are_printed_numbers():
-    """The expected value of a claim occurs among the published values of its exhibit, or of its paper's text where that
-    gives it without an exhibit, or is a stated derivation."""
+    """The expected value of a claim is a published value of its exhibit, one in its
+    paper's text without an exhibit, or a stated derivation."""
     derived = {
         "memascend-fig08-pinned-rounding",  # 24.90 - 1.63
         "memascend-fig08-pinned-memascend",  # 1.63 minus the process
@@ -157,17 +158,17 @@ def test_expected_values_are_printed_numbers():
         "memascend-fig09-zero-infinity-plateau",  # "identical": no difference
         "memascend-fig19-training-loss",
         "memascend-fig19-evaluation-loss",
-        "lohan-fig01a-recompute-share",  # stated in the introduction, of no exhibit
-        "lohan-fig01a-intra",  # stated in III-B, of no exhibit
+        "lohan-fig01a-recompute-share",  # stated in the introduction, not in an exhibit
+        "lohan-fig01a-intra",  # stated in III-B, not in an exhibit
         "lohan-fig06a-zero-infinity",  # 276B / 2.04, and stated with Fig. 10a
         *(c["id"] for c in CLAIMS if c["id"].startswith(("lohan-tab04-size-", "lohan-tab06-size-"))),  # models' names
-        *(c["id"] for c in CLAIMS if c["id"].startswith("memascend-fig11-text-")),  # stated in III-A, of no exhibit
+        *(c["id"] for c in CLAIMS if c["id"].startswith("memascend-fig11-text-")),  # stated in III-A, not in an exhibit
         *(c["id"] for c in CLAIMS if re.match(r"memascend-fig14-write-\w+-(zero|mem)", c["id"])),  # in seconds
         *(f"lohan-fig02a-{what}" for what in ("states-100b", "states-175b", "memory-175b")),  # introduction
         "lohan-fig01a-inter-share",  # introduction
-        "lohan-fig01a-gpu-over-ssd",  # stated in III-B, of no exhibit
+        "lohan-fig01a-gpu-over-ssd",  # stated in III-B, not in an exhibit
         "lohan-fig01a-gpu-over-link",
-        "lohan-fig01b-gpu-share-forward",  # stated in III-C, of no exhibit
+        "lohan-fig01b-gpu-share-forward",  # stated in III-C, not in an exhibit
         "lohan-fig01b-gpu-share-overlapped",
         "lohan-tab05-cm-128",  # "Failed": no batch
         "cxl-fig05-knee",  # in millions

@@ -1,4 +1,4 @@
-"""States are put back within the room that a session has, and a step that fails leaves its count behind."""
+"""States are restored within the space that a session has, and a step that fails does not lose its count."""
 
 import errno
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """The last unit but a norm is a block: the embedding comes first, and is the head's."""
+    """The last unit except a norm is a block: the embedding comes first, and is tied to the head."""
 
     def __init__(self, width=512, words=600):
         super().__init__()
@@ -99,7 +99,7 @@ def test_states_are_put_back_after_a_step_and_in_the_middle_of_a_run(tmp_path):
     session, optimizer = begin(ours, tmp_path / "run", versions=2)
     train(ours, optimizer, range(1))
     first = {"state": optimizer.state_dict()["state"], "param_groups": optimizer.state_dict()["param_groups"]}
-    for _ in range(3):  # the room does not shrink
+    for _ in range(3):  # the free space does not shrink
         optimizer.load_state_dict(first)
         train(ours, optimizer, range(1, 3))
     assert session.steps == 3

@@ -1,4 +1,4 @@
-"""A path of a tier that was taken out, or was full, comes back once it works again, and with it nothing of before."""
+"""A path of a tier that was taken out, or was full, returns once it works again, without its old data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def paths(tmp_path):
 
 
 def passes(made, count: int, first: int, groups: int = 6) -> str:
-    """Passes that write every tensor and read it back; what is tried beside them has ended after each."""
+    """Run passes that write every tensor and read it back; background probes have ended after each."""
     for step in range(first, first + count):
         made.write(groups, step)
         made.check(groups, step)
@@ -53,7 +53,7 @@ def test_a_path_that_failed_gets_its_share_again_when_it_works(paths, caplog, ki
     assert two.tier.report()[0].failure is None
     gc.collect()
     assert said(caplog, "path a (") == said(caplog, "path a is used again") == 1
-    assert len(caplog.records) == 2, caplog.text  # nothing of the tries that failed
+    assert len(caplog.records) == 2, caplog.text  # no message about the probes that failed
 
 
 def test_a_write_that_was_under_way_and_ended_well_does_not_bring_a_path_back(paths):
@@ -75,7 +75,7 @@ def test_a_path_that_gives_other_bytes_than_it_got_stays_out(paths, monkeypatch)
 
 
 class Forgetful:
-    """A tier whose reads end well and bring nothing."""
+    """A tier whose reads end without an error but return no data."""
 
     def __init__(self, tier) -> None:
         self._tier, self.reads = tier, 0
@@ -142,7 +142,7 @@ def test_a_path_that_hangs_when_it_is_tried_holds_nothing_up_and_is_not_tried_tw
     way = two.tier._paths[0]
     tries = [thread for thread in threading.enumerate() if thread.name == "memascend-measure-a"]
     assert len(tries) == 1
-    while way.lock._inside:  # other processes are not kept from the path by one that hangs there
+    while way.lock._inside:  # a hanging path does not keep other processes out
         assert tries[0].is_alive()
         time.sleep(0.01)
     assert tries[0].is_alive()
@@ -155,7 +155,7 @@ def test_a_path_that_hangs_when_it_is_tried_holds_nothing_up_and_is_not_tried_tw
 
 
 class Small:
-    """A tier that says what is free."""
+    """A tier that says how much is free."""
 
     def __init__(self, tier, free_bytes: int) -> None:
         self._tier, self.free_bytes = tier, free_bytes

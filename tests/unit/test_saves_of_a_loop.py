@@ -1,4 +1,4 @@
-"""`session.save(folder)` in a user's loop: the files, errors, and training again from `session.load`."""
+"""`session.save(folder)` in a user's loop: the files, the errors, and training again from `session.load`."""
 
 import copy
 import errno
@@ -26,7 +26,7 @@ KINDS = {
 
 
 class Normed(nn.Module):
-    """With running averages, which training changes in memory."""
+    """A model with running averages, which training changes in memory."""
 
     def __init__(self):
         super().__init__()

@@ -26,7 +26,8 @@ def opened(kind, folder):
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """What a process leaves, or has while it lives, where its locks are not seen: no lock is on it."""
+    """Make files as a process leaves them, or has them while it lives,
+    where its locks are invisible: none is locked."""
 
     def leave(kind, boot, host):
         boot_id = tmp_path / "boot_id"
@@ -70,7 +71,7 @@ def test_nor_are_the_swap_folders_of_its_runs(tmp_path, monkeypatch, boot, host,
     monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "boot_id")
     be(monkeypatch, tmp_path, "1", "a")
     theirs = SwapFolder.make(tmp_path / "shared", tmp_path / "run")
-    theirs.lock.close()  # as it looks from where the lock is not seen
+    theirs.lock.close()  # as it looks from a host that does not see the lock
     assert stat.S_IMODE(theirs.path.stat().st_mode) == 0o700
     be(monkeypatch, tmp_path, boot, host)
     assert bool(collect_dead(tmp_path / "shared")) != stays

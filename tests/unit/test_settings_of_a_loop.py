@@ -1,4 +1,5 @@
-"""Settings and states that AdamW does not take are one line, and the last completed step stays what it was."""
+"""Settings and states that AdamW does not accept are refused in one
+line, and the last completed step stays unchanged."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""An optimizer's settings are looked up when they are used, whatever has become of `param_groups` meanwhile."""
+"""An optimizer's settings are looked up when they are used, whatever has happened to `param_groups` meanwhile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The set-up: what pyproject.toml asks for is pinned, the pins agree, and the steps of setup.sh do what they say."""
+"""The set-up: the requirements of pyproject.toml are pinned, the pins agree, and setup.sh does what its steps say."""
 
 import ast
 import json
@@ -16,12 +16,12 @@ import memascend
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "workflows/setup/setup.sh"
 CONSTRAINTS = ["constraints.txt", "constraints-deepspeed-0.16.txt", "constraints-cuda.txt"]
-# Pins in which the other environments differ from the usual one, and why they exist.
+# Pins in which the other environments differ from the usual one, and the reasons.
 OVERRIDES = {
     "constraints-deepspeed-0.16.txt": {"accelerate", "deepspeed", "huggingface-hub", "tokenizers", "transformers"},
     "constraints-cuda.txt": {"datasets", "fsspec", "huggingface-hub", "transformers"},
 }
-# Import names of distributions that are called otherwise.
+# Import names of distributions with a different name.
 DISTRIBUTIONS = {"cpuinfo": "py-cpuinfo", "op_builder": "deepspeed", "unsloth_zoo": "unsloth", "yaml": "pyyaml"}
 
 
@@ -30,7 +30,7 @@ def canonical(name: str) -> str:
 
 
 def pins(file: str) -> dict[str, str]:
-    """{canonical name: version} of a constraint file in which every line is an exact pin."""
+    """Return {canonical name: version} of a constraint file in which every line is an exact pin."""
     lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     parts = [line.split("==") for line in lines]
     assert all(len(part) == 2 and part[1].strip() == part[1] != "" for part in parts), f"{file}: not an exact pin"
@@ -44,7 +44,7 @@ def project() -> dict:
 
 
 def asked_for(*extras: str) -> set[str]:
-    """Canonical names that pyproject.toml asks for, with these extras."""
+    """Return the canonical names that pyproject.toml requires with these extras."""
     metadata = project()["project"]
     words = list(metadata["dependencies"])
     for extra in extras:
@@ -89,7 +89,7 @@ def test_the_build_and_what_is_built_use_the_pinned_torch():
 
 
 def test_the_library_declares_what_it_imports():
-    # matplotlib (plan --picture) comes with the workflow; without it the command says so in a line.
+    # matplotlib (plan --picture) comes with the workflow; without it the command says so in one line.
     declared = asked_for("deepspeed", "huggingface", "cuda", "workflow")
     imported = set()
     for path in (ROOT / "memascend").rglob("*.py"):
@@ -109,7 +109,7 @@ def test_cuda_extras_are_not_asked_for_elsewhere():
 
 
 def run_setup(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """setup.sh in a folder of its own; system packages are never installed from a test."""
+    """Run setup.sh in a temporary folder; system packages are never installed from a test."""
     env = {**os.environ, "NO_SYSTEM_PACKAGES": "1", **environment}
     return subprocess.run([SETUP, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
@@ -140,7 +140,7 @@ def test_a_missing_compiler_ends_in_the_command_that_installs_it(tmp_path):
 
 
 def test_a_failed_step_shows_its_error_and_leaves_no_stamp(tmp_path):
-    """A torch that does not exist: pip's own words come through, and the next call tries again."""
+    """A torch version that does not exist: pip's own message is shown, and the next call tries again."""
     (tmp_path / "pins.txt").write_text("torch==0.0.0\n")
     (tmp_path / "environment/bin").mkdir(parents=True)
     (tmp_path / "environment/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -164,7 +164,7 @@ def test_the_commands_run_as_a_module():
 
 
 def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
-    """There "import memascend" also meets the checkout, which is a folder of that name without an __init__.py."""
+    """In that folder "import memascend" also finds the checkout, a folder of that name without an __init__.py."""
     (tmp_path / "memascend").symlink_to(ROOT)
     said = "import memascend; print(memascend.__version__)"
     done = subprocess.run([sys.executable, "-c", said], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -173,7 +173,7 @@ def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
 
 @pytest.mark.parametrize("locked", ["", "1"])
 def test_locked_files_are_installed_before_what_asks_for_them(tmp_path, locked):
-    """Each lock once, by hash and without what it requires; without LOCKED, none."""
+    """Each lock is installed once, by hash and without its dependencies; without LOCKED, none."""
     python, said = tmp_path / "environment/bin/python", tmp_path / "said"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\ncase "$*" in *"pip install"*) echo "$*" >> {said} ;; esac\n')

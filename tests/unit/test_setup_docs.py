@@ -1,4 +1,4 @@
-"""The pages in docs/ keep up with the project: every built exhibit has its row, every named file exists."""
+"""The pages in docs/ are up to date: every built exhibit has its row, every named file exists."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def built_exhibits() -> list[str]:
 
 
 def computed_exhibits() -> list[str]:
-    """MemAscend's with rows of their own, which runs measure."""
+    """Return MemAscend's exhibits with rows of their own, which runs measure."""
     measured = {entry["id"] for entry in registry.exhibits() if "measured" in entry["lanes"]}
     mine = [name for name in built_exhibits() if name.startswith("memascend-") and name not in DRAWN]
     return [name for name in mine if name in measured]

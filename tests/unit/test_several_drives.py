@@ -1,4 +1,4 @@
-"""Several drives in what a user types: the section's keys, `train`, `doctor`."""
+"""Several drives in a user's input: the section's keys, `train`, `doctor`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_run_goes_on_over_other_paths():
 
 @pytest.fixture
 def drives(tmp_path, monkeypatch):
-    """Two folders that are told to be drives of their own, of 6 and 3 GB/s."""
+    """Make two folders that count as separate drives, of 6 and 3 GB/s."""
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""What killed processes leave in shared memory is removed; what the living use is not."""
+"""Files of killed processes in shared memory are removed; those that living processes use are not."""
 
 import mmap
 import os
@@ -32,7 +32,7 @@ def folders(tmp_path):
 
 @contextmanager
 def engine_in_a_process(shared, nvme):
-    """A process with a store; ends by SIGKILL."""
+    """Run a process with a store, which ends by SIGKILL."""
     command = [sys.executable, "-c", ENGINE, str(shared), str(nvme)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -43,7 +43,8 @@ def engine_in_a_process(shared, nvme):
 
 
 def collected(shared):
-    """What is removed, once the kernel has taken down the rings of a killed process, which hold its files till then."""
+    """Return what is removed once the kernel has taken down the rings of a
+    killed process, which keep its files until then."""
     deadline = time.monotonic() + 60
     while not (removed := collect_shared_memory(shared)):
         assert time.monotonic() < deadline

@@ -89,7 +89,7 @@ def test_parameters_beside_each_other_in_one_memory_and_tied_ones_train(tmp_path
     model(torch.arange(8)).backward()
     optimizer.step()
     session.close()
-    session, _ = begin(tmp_path / "session", model, resume=True)  # whose parameters are empty
+    session, _ = begin(tmp_path / "session", model, resume=True)  # its parameters are empty
     session.close()
 
 

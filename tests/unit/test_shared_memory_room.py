@@ -1,4 +1,4 @@
-"""A container's shared memory is 64 MiB if it was not given more: less than DeepSpeed's all-reduce takes of a rank."""
+"""A container's shared memory is 64 MiB by default: less than DeepSpeed's all-reduce needs for a rank."""
 
 from __future__ import annotations
 

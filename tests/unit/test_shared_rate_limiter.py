@@ -18,7 +18,7 @@ READ, WRITE = 8e6, 4e6
 
 
 def seconds_of(book, seconds: float) -> float:
-    """A transfer that is asked for in a call ends so many seconds after some instant of it, however long it takes."""
+    """Check that a booked transfer ends so many seconds after some instant of the call, however long the call takes."""
     before = time.monotonic()
     end = book()
     assert before + seconds <= end <= time.monotonic() + seconds

@@ -8,7 +8,7 @@ from memascend.cli import main
 
 
 def completed(script, words):
-    """What bash offers for the last of `words`."""
+    """Return what bash offers for the last of `words`."""
     quoted = " ".join(f"'{word}'" for word in words)
     asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_memascend; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True)

@@ -40,12 +40,12 @@ def test_a_fifo_resource_serves_one_task_at_a_time_in_the_order_of_readiness():
 def test_two_tasks_share_a_link_and_the_second_speeds_up_when_the_first_ends():
     tasks = [Task(name="small", phase="p", needs={"dram": 10.0}), Task(name="large", phase="p", needs={"dram": 30.0})]
     simulated = simulate(tasks, machine(dram=Shared(rate=10.0)))
-    assert times(simulated)["small"][1] == pytest.approx(2.0)  # both at 5 a second
-    assert simulated.seconds == pytest.approx(4.0)  # nothing of the link is left unused
+    assert times(simulated)["small"][1] == pytest.approx(2.0)  # both at 5 per second
+    assert simulated.seconds == pytest.approx(4.0)  # the link is used completely
 
 
 def test_max_min_shares_leave_to_others_what_a_slow_task_cannot_use():
-    """The optimizer needs 2 of the 10 a second of DRAM; the copy gets the other 8."""
+    """The optimizer needs 2 of DRAM's 10 per second; the copy gets the other 8."""
     tasks = [
         Task(name="adam", phase="p", needs={"cpu": 10.0, "dram": 20.0}),
         Task(name="copy", phase="p", needs={"dram": 80.0}),
@@ -71,7 +71,7 @@ def test_a_duplex_path_reads_and_writes_at_once_and_a_simplex_path_in_turn(duple
 
 @pytest.mark.parametrize(("buffers", "seconds"), [(1, 12.0), (2, 8.0), (math.inf, 8.0)])
 def test_the_number_of_buffers_decides_what_overlaps(buffers, seconds):
-    """Read a block (2 s), compute it (1 s), four times: one buffer makes it serial, two hide the computing."""
+    """Read a block (2 s), compute it (1 s), four times: one buffer makes it serial, two hide the computation."""
     tasks = []
     for i in range(4):
         tasks.append(Task(name=f"read {i}", phase="p", needs={"ssd.read": 2.0}, takes={"buffers": 1}))
@@ -149,7 +149,7 @@ def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
 def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_plus_fill_and_drain(
     stages, blocks, shared
 ):
-    """Equal blocks through a chain of FIFO stages, each of which also loads DRAM."""
+    """Return equal blocks that pass through a chain of FIFO stages, each of which also loads DRAM."""
     tasks = []
     for block in range(blocks):
         for stage, work in enumerate(stages):
@@ -172,7 +172,7 @@ def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_p
     if shared == 0 or len(stages) == 1:
         assert simulated.seconds <= (blocks - 1) * max(alone) + sum(alone) + 1e-6
         assert simulated.seconds <= lower + sum(alone) + 1e-6
-    else:  # shares of DRAM stretch stages, together by no more than DRAM's own work
+    else:  # shares of DRAM lengthen stages, together by at most DRAM's own work
         assert simulated.seconds <= lower + blocks * len(stages) * shared / 10.0 + sum(alone) + 1e-6
 
 

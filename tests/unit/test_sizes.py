@@ -1,4 +1,4 @@
-"""Short files, short functions, few parameters: what is over a limit is listed, and the lists only shrink."""
+"""Short files, short functions, few parameters: whatever is over a limit is listed, and the lists only shrink."""
 
 import ast
 import itertools
@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
 FOLDERS = ("baselines", "docs", "hardware", "memascend", "workflows")
 
-# File -> its lines. An entry may fall, and has to go once the file is short enough.
+# Lines by file. An entry may fall, and must go once the file is short enough.
 LONG_FILES: dict[str, int] = {}
-# "file: function" -> its lines.
+# Lines by "file: function".
 LONG_FUNCTIONS = {"memascend/engine/streaming.py: optimizer": 68}
-# "file: function" -> its parameters. The reason of one that stays stands beside the function.
+# Parameters by "file: function". The reason of an entry that stays is next to the function.
 MANY_PARAMETERS = {
     "memascend/memory/ledger.py: record": 12,
     "memascend/ops/adamw.py: adamw_": 13,
@@ -35,7 +35,8 @@ def sources() -> list[Path]:
 
 
 def functions(text: str) -> dict[str, tuple[int, int]]:
-    """Name -> lines and parameters; of several of one name the largest. `self` and `cls` are no parameters."""
+    """Return (lines, parameters) by name, of several functions of one
+    name the largest. `self` and `cls` do not count."""
     found: dict[str, tuple[int, int]] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,5 @@
-"""Embedding and head by slices: the bits of training in memory with the same slices; buffers without the vocabulary."""
+"""Embedding and head by slices: the bits of training in memory with the
+same slices, and buffers without the vocabulary."""
 
 import gc
 
@@ -25,7 +26,7 @@ WORDS = [(0, 512), (512, 1024), (1024, 1536), (1536, 2000)]
 
 
 class Model(nn.Module):
-    """`uses`: how often the embedding is looked up; `answers`: words of the head."""
+    """A model. `uses`: how often the embedding is looked up; `answers`: words of the head."""
 
     def __init__(self, vocabulary=VOCABULARY, tied=False, bias=False, uses=1, hidden=HIDDEN, answers=None):
         super().__init__()
@@ -103,7 +104,7 @@ def test_slices_that_stream_train_as_slices_in_memory_to_the_last_bit(tmp_path, 
 
 
 def test_an_embedding_alone_has_the_bits_of_torch_used_twice_and_evaluated_in_between(tmp_path):
-    """No sum goes over the vocabulary there; the head is small enough to be held."""
+    """No sum is over the vocabulary here; the head is small enough not to be sliced."""
     ours, theirs = model(uses=2, answers=100), model(uses=2, answers=100)
     engine, data = streamed(ours, tmp_path), batches(3)
     assert list(engine.units.matrices) == ["embedding"]
@@ -125,7 +126,8 @@ def test_sums_by_slices_are_those_without_within_rounding(tmp_path):
 
 
 def test_the_host_peak_does_not_grow_with_the_vocabulary(tmp_path):
-    """Beyond the one slice that is smaller than the others. Held whole they would take 4 MiB at 8,000 words."""
+    """It grows only by the one slice that is smaller than the others. Unsliced,
+    the matrices would take 4 MiB at 8,000 words."""
     peaks = []
     for vocabulary in (1000, 2000, 8000):
         ledger, ours = Ledger(), model(vocabulary=vocabulary)
@@ -239,7 +241,7 @@ def test_slices_begin_where_sums_of_squares_do():
         size = rows_of_a_slice(width, limit) * width
         assert size % (1 << 16) == 0
         assert limit // 2 < size <= limit
-    assert rows_of_a_slice(127, 1 << 16) == 1 << 16  # no fewer rows end where a sum does
+    assert rows_of_a_slice(127, 1 << 16) == 1 << 16  # a lower number of rows does not end where a sum does
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

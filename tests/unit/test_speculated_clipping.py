@@ -1,4 +1,4 @@
-"""Clipping whose steps do not wait for the norm: bytes, and the bits of waiting, after steps that were done again."""
+"""Clipping whose steps do not wait for the norm: bytes, and the bits of waiting, after repeated steps."""
 
 import random
 
@@ -12,7 +12,7 @@ from memascend.engine.runtime import StreamingEngine
 from memascend.engine.speculation import Speculation, break_even
 
 HIDDEN, STEPS = 64, 50
-LOUD = range(8, STEPS, 7)  # steps with a loss, and so gradients, 1000 times as large
+LOUD = range(8, STEPS, 7)  # steps with a loss, and thus gradients, 1000 times as large
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -44,7 +44,7 @@ class Loop:
         self.model, groups = model, [{"params": list(model.parameters()), **SETTINGS}]
         options = EngineOptions(**{"clip": 1.0, "versions": 2, **options})
         self.engine = StreamingEngine.start(model, folder, groups, options)
-        self.moved, self.speculated = [], []  # bytes, and whether it was speculated, step by step
+        self.moved, self.speculated = [], []  # bytes moved, and whether it was speculated, for each step
 
     def step(self, loud=False, scale=1.0):
         number, before, speculated = len(self.made), self.engine.transferred, self.engine.speculation.speculated
@@ -78,7 +78,7 @@ class Loop:
         return self
 
     def left(self):
-        """All that training has made, and the next numbers of all generators."""
+        """Return all results of the training, and the next numbers of all generators."""
         weights = {name: values.clone() for name, values in self.engine.read_weights()}
         states = {name: self.engine.read_states(name) for name in self.engine.steps}
         buffers = {name: each.clone() for name, each in self.model.named_buffers()}
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_clipped_moves_what_one_without_clipping_does(tmp_pat
 
 @pytest.mark.parametrize("options", [{}, {"states": torch.bfloat16, "accumulate": 2}], ids=["one pass", "two passes"])
 def test_a_step_that_is_done_again_moves_both(tmp_path, options):
-    """What the break-even share is derived from."""
+    """The break-even share is derived from this."""
     more = {"order": "horizontal", **options}
     loop = Loop(tmp_path / "ours", model_of(False), **more).run(4, (3,))
     waiting = Loop(tmp_path / "waiting", model_of(False), repeatable=False, **more).run(4, ()).moved[-1]
@@ -155,7 +155,7 @@ def test_an_overflow_is_left_out_whichever_way_the_step_was_made(tmp_path):
         return loop, loop.left()
 
     (ours, found), (theirs, expected) = run(True), run(False)
-    assert ours.speculated[:10] == [False] * 3 + [True] * 7  # from the third one that was not left out on
+    assert ours.speculated[:10] == [False] * 3 + [True] * 7  # from the third step that was not skipped on
     assert ours.engine.speculation.done_again == 1
     assert [norm is None for _, norm in ours.made] == [number in (0, 4, 7) for number in range(12)]
     assert ours.made == theirs.made
@@ -183,7 +183,7 @@ def test_gradients_wait_where_speculation_cannot_be(tmp_path, dtype, options):
 
 
 def test_a_generator_object_of_the_model_keeps_gradients_waiting(tmp_path):
-    """Nobody knows how to put it back."""
+    """There is no way to restore it."""
     model = model_of(False)
     model[0].numbers = iter(range(100))
     loop = Loop(tmp_path / "ours", model).run(5, ())

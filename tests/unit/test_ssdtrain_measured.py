@@ -1,4 +1,4 @@
-"""Figs. 6, 7 and 8a measured: from a record of `memascend bench activations` to rows, by hand."""
+"""Figs. 6, 7 and 8a measured: from a record of `memascend bench activations` to rows, calculated manually."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_fig_6_compares_peak_seconds_and_waits_at_batch_16():
     assert number(rows, "ssdtrain-fig06", "activation peak reduction, predicted") == 48
     assert number(rows, "ssdtrain-tab03", "offloaded_amount (GiB)") == 2  # 16 MiB of the twin, as above
     assert number(rows, "ssdtrain-tab03", "offloaded_amount") == pytest.approx(2 * GIB / 1e9)
-    deeper = record("H8192 L12") | {"key": "d" * 64}  # shown, and none of the paper's three
+    deeper = record("H8192 L12") | {"key": "d" * 64}  # shown, but not one of the paper's three
     both = list(measured([record(), record("H8192 L4"), deeper]))
     (least,) = found(both, "ssdtrain-fig06", "activation_peak_reduction_min")
     assert (least["value"], least["testbed"], least["source"]) == ("50", "here/twins", f"{'k' * 64} {'k' * 64}")
@@ -74,7 +74,8 @@ def test_fig_8a_tells_what_a_sequence_costs_by_batch():
     gain = number(rows, "ssdtrain-fig08a", "throughput improvement over batch 1", base, model="batch 8")
     assert gain == pytest.approx(100 * (2.5 / (2 + 0.5 / 8) - 1))
     share = "share of the gain that is the update's"
-    assert number(rows, "ssdtrain-fig08a", share, base, model="batch 16") == 100  # the rest is as long a sequence
+    # the other time per sequence is the same
+    assert number(rows, "ssdtrain-fig08a", share, base, model="batch 16") == 100
 
 
 @pytest.mark.parametrize("changes", [{"status": "timeout"}, {"benchmark": "nvme"}, {"kind": "training"}])

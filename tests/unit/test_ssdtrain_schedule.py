@@ -1,4 +1,4 @@
-"""SSDTrain's step: what goes to the drive and when, and what memory holds at the worst instant, each by hand."""
+"""SSDTrain's step: what is written to the drive and when, and the peak of memory, each calculated manually."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_wear_counts_activations_once():
     for machine in (None, MACHINE, dataclasses.replace(SLOW, ssd_write_bytes_per_s=1e9)):
         wear = full_plan(work(), Limits(), machine).wear
         assert wear.bytes_per_step == wear.activation_bytes == activation_writes(work())
-        if machine:  # what hides the writes follows from the products, however long this drive takes
+        if machine:  # the time that hides the writes follows from the products, however slow this drive is
             products = (
                 3 * sum(piece.flops for piece in step_of(work()).pieces) / (100e12 * Calibrations().gpu_efficiency)
             )
@@ -146,7 +146,7 @@ def test_every_block_can_have_a_policy_of_its_own():
     simulated = simulate(step.tasks, resources_for(step))
     assert step.activation_bytes == pytest.approx(6 * BLOCK)
     assert simulated.peak(SAVED) == pytest.approx(6 * INPUT + 4 * BLOCK + LOSS)
-    assert sum(1 for event in simulated.events if event.name.startswith("recompute")) == 0  # it takes memory alone
+    assert sum(1 for event in simulated.events if event.name.startswith("recompute")) == 0  # it only takes memory
     kept, again = made("keep").seconds, made("recompute").seconds
     assert simulated.seconds == pytest.approx(kept + 6 / 16 * (again - kept))
     with pytest.raises(ValueError, match="2 policies for 16 blocks"):

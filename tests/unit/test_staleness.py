@@ -1,4 +1,4 @@
-"""What makes a record stale, on a small tree made up here, and on this repository's own sources."""
+"""What makes a record stale, on a small example tree, and on this repository's own sources."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def digest(root: Path) -> str:
         "baselines/one/system.yaml",
         "memascend/__init__.py",  # imported with every module of the package
         "memascend/early.py",
-        "memascend/child.py",  # a process of its own
+        "memascend/child.py",  # runs in a separate process
         "memascend/pools.py",  # imported in a function
         "memascend/by_name.py",  # found by name
         "memascend/csrc/core/a.cpp",
@@ -151,7 +151,7 @@ def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> Non
 
 
 def test_every_module_that_loads_by_a_name_that_no_text_holds_is_listed() -> None:
-    """A new one belongs into DYNAMIC, or names what it loads in a string of its own as these do."""
+    """A new one belongs in DYNAMIC, or names what it loads in a string, as these do."""
     in_strings = {"memascend.training.backends", "memascend.bench.adamw", "memascend.bench.overflow"}
     not_measuring = {f"workflows.derive.{name}" for name in ("server", "table")}
     found = set()
@@ -161,7 +161,7 @@ def test_every_module_that_loads_by_a_name_that_no_text_holds_is_listed() -> Non
         if any(not (call.args and isinstance(call.args[0], ast.Constant)) for call in loads):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             found.add(f"memascend.{name}" if name.startswith("baselines.") else name)
-    assert found == {*DYNAMIC, *in_strings, *not_measuring} - {program("child")}  # the interpreter's start
+    assert found == {*DYNAMIC, *in_strings, *not_measuring} - {program("child")}  # started by the interpreter
     assert "memascend.integrations.deepspeed.stock_ops" in HERE.closure(program("bench"))
 
 

@@ -1,4 +1,4 @@
-"""Files of states can be read by their owner alone, and a wait for a drive that hangs can be ended by Ctrl-C."""
+"""Files of states are readable by their owner only, and Ctrl-C ends a wait for a drive that hangs."""
 
 import errno
 import os
@@ -79,14 +79,15 @@ def test_ctrl_c_ends_a_wait_for_a_path_that_hangs(tmp_path, limit_s):
     fifo = tmp_path / "hangs"
     os.mkfifo(fifo)
     engine = FileEngine()
-    request = engine.async_read(torch.empty(4096, dtype=torch.uint8), fifo)  # the open ends when somebody writes
+    # the open ends when the other end is opened for writing
+    request = engine.async_read(torch.empty(4096, dtype=torch.uint8), fifo)
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         engine.wait(request, limit_s)
     assert time.monotonic() - began < 20
-    writer = os.open(fifo, os.O_RDWR)  # every open of the reader's ends from here on
-    with pytest.raises(OSError, match="hangs"):  # it is no file
+    writer = os.open(fifo, os.O_RDWR)  # from here on every open for reading ends
+    with pytest.raises(OSError, match="hangs"):  # it is not a regular file
         engine.wait(request)
     engine.close()
     os.close(writer)
@@ -135,7 +136,7 @@ def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypat
     monkeypatch.setattr(os, "posix_fallocate", refused)
     store = state_store.StateStore.create(folder, "t", state_files.StoreSpace([1 << 20]))
     path = next(folder.glob("states*"))
-    assert path.stat().st_blocks * 512 >= path.stat().st_size  # all space is taken, also where it has to be written
+    assert path.stat().st_blocks * 512 >= path.stat().st_size  # all space is allocated, also where it has to be written
     store.close()
     state_store.remove(folder, keep_folder=was_there)
     monkeypatch.setattr(state_files, "_fill_with_zeros", full)

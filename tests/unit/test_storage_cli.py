@@ -1,4 +1,4 @@
-"""`memascend storage`: what it makes and unmakes, and all that it refuses."""
+"""`memascend storage`: what it makes and removes, and all that it refuses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A session that is closed, dropped, open already, or of another model, and a loss scaler: one line says what to do."""
+"""A session that is closed, dropped, already open, or of another model, and a loss scaler: one line tells the fix."""
 
 import errno
 import gc
@@ -23,8 +23,10 @@ from tests.unit.test_streaming_loop import assert_equal, begin, loop
 
 @pytest.fixture(scope="module", autouse=True)
 def others_objects_are_not_looked_at_again():
-    """Each collection of garbage takes half a second in a process that has run thousands of tests, and these ask for
-    hundreds."""
+    """Exclude earlier objects from garbage collections.
+
+    Each takes half a second in a process that has run thousands of tests, and these tests run hundreds.
+    """
     gc.collect()
     gc.freeze()
 
@@ -68,7 +70,7 @@ def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
 
 
 def held():
-    """How many descriptors and threads of sessions this process has."""
+    """Return how many descriptors and threads of sessions this process has."""
     gc.collect()
     names = (os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))
     threads = sum(t.name == "memascend-updates" for t in threading.enumerate())
@@ -95,7 +97,7 @@ def with_a_backward_that_fails(layer, inputs, result):
 )
 @pytest.mark.parametrize("at", ["after a step", "after forward", "in a backward that failed", "after backward"])
 def test_a_store_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
-    """As a notebook's cell does that is run again, and a sweep over settings in a function."""
+    """A notebook cell that is run again does this, and so does a function that sweeps over settings."""
     data = batches(4)
 
     def cell(*, resume):
@@ -119,16 +121,16 @@ def test_a_store_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed
 
     before = held()
     assert cell(resume=False) == 1
-    if at == "in a backward that failed":  # autograd itself holds what it has not come to, until its next pass
+    if at == "in a backward that failed":  # autograd itself keeps what it has not reached, until its next pass
         torch.ones((), requires_grad=True).backward()
     deadline = time.monotonic() + 20
     while held() > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # nothing is let go while an update is at work, and threads end a moment later
+        time.sleep(0.01)  # nothing is freed while an update is running, and threads end a moment later
     assert held() <= before
     gc.disable()
     try:
         assert cell(resume=True) == 2
-        assert cell(resume=True) == 3  # the one before is not collected yet
+        assert cell(resume=True) == 3  # the previous one is not collected yet
     finally:
         gc.enable()
 

@@ -33,7 +33,7 @@ class StreamedBlock(torch.autograd.Function):
         ctx.save_for_backward(x)
         (weights,) = trainer.stream.fetch([key])
         out = functional_call(trainer.shape, trainer.named(weights), x)
-        trainer.stream.copied(key)  # here the compute is the copy, and it has been done
+        trainer.stream.copied(key)  # here the computation takes the place of the copy, and it has ended
         return out
 
     @staticmethod
@@ -46,7 +46,7 @@ class StreamedBlock(torch.autograd.Function):
             grad_x, grad_weights = torch.autograd.grad(out, (x, leaf), grad_out)
         weights.sub_(grad_weights, alpha=RATE)
         trainer.stream.write(ctx.key)
-        trainer.stream.release(ctx.key)  # its slot goes on when the write has ended
+        trainer.stream.release(ctx.key)  # its slot is reused when the write has ended
         return grad_x, None, None
 
 
@@ -120,7 +120,7 @@ def test_losses_and_weights_are_those_of_the_module_in_memory_to_the_last_bit(ti
     (entry,) = ledger.entries()  # two blocks, whatever the depth
     assert entry.requested_bytes <= 2 * (flat(blocks[0]).nbytes + 512)
     statistics = streamed.stream.statistics()
-    # The last block stays for its backward; every other visit reads, most of them ahead.
+    # The last block stays for its backward pass; every other visit reads, mostly ahead of time.
     assert statistics.hits > statistics.misses
     streamed.stream.close()
     assert streamed.stream.free_count() == 2
@@ -132,7 +132,7 @@ def test_an_error_in_the_user_s_loop_leaves_a_stream_that_goes_on(tier):
     batch = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)
     streamed = StreamedTrainer(blocks, tier, Ledger())
     with pytest.raises(RuntimeError):
-        streamed.step(batch[0], torch.randn(3, 3))  # forward has been done, backward has not
+        streamed.step(batch[0], torch.randn(3, 3))  # forward has run, backward has not
     streamed.stream.release_idle()
     assert streamed.step(*batch) == in_memory(blocks, [batch])[0]
     streamed.stream.close()

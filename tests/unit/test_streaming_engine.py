@@ -1,4 +1,4 @@
-"""The streaming engine trains as plain PyTorch in memory, to the bit, and holds buffers that the depth is not in."""
+"""The streaming engine trains as plain PyTorch in memory, bit by bit; its buffers do not grow with the depth."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`order`: which layer is run when; `tied`: the head's matrix is the embedding's."""
+    """A model. `order`: which layer is run when; `tied`: the head's matrix is the embedding's."""
 
     def __init__(self, depth=4, hidden=HIDDEN, tied=False, dropout=0.0, order=None):
         super().__init__()
@@ -118,7 +118,7 @@ def test_every_arm_trains_as_the_module_in_memory_to_the_last_bit(tmp_path, arm,
 
 
 def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_after_it_takes_all(tmp_path):
-    """With a second team of OpenMP's threads every product of the process would wait longer for its helpers."""
+    """With a second team of OpenMP threads every product of the process would wait longer for its helpers."""
     ours, (ids,), used = model(), batches(1), []
     engine = streamed(ours, tmp_path)
     stepped = engine.updates.adam.step
@@ -244,7 +244,7 @@ def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_on
     others = sum(unit.numel for unit in engine.layout.units if unit.kind is not Kind.BLOCK)
     looked_up = sum(unit.numel for unit in engine.layout.units if unit.kind is Kind.LOOKED_UP)
     kept = engine.options.blocks_in_flight * engine.layout.units[5].numel  # from forward to backward
-    # What is outside of the blocks is read once for both passes; the embedding once more for its update.
+    # Modules outside the blocks are read once for both passes; the embedding once more for its update.
     expected = 16 * blocks - 2 * kept + 14 * others + 2 * looked_up
     assert read == pytest.approx(expected, rel=0.01)  # padding to 4096 bytes
     assert written == pytest.approx(14 * (blocks + others), rel=0.01)
@@ -253,7 +253,7 @@ def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_on
 
 @pytest.mark.parametrize(("missing", "again"), [(False, 0), (True, 1)])
 def test_an_update_of_gradients_that_waited_reads_only_weights_that_stay(tmp_path, missing, again):
-    """Masters replace all of a unit's 16-bit weights; where one parameter got no gradient, its own must be there."""
+    """Masters replace a unit's 16-bit weights; those of a parameter without a gradient must be read."""
     ours = model(dtype=torch.bfloat16, depth=6, hidden=256)
     engine = streamed(ours, tmp_path, checkpoints="device", wait=True)
     first = next(unit for unit in engine.layout.units if unit.kind is Kind.BLOCK)
@@ -330,7 +330,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_as_torch_does(tmp_path):
 
 
 class Experts(nn.Module):
-    """Two experts of several pieces each, of which one is idle."""
+    """Two experts of several pieces each, one of which is idle."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class Experts(nn.Module):
 
 def mixture():
     torch.manual_seed(0)
-    return nn.Sequential(*(Experts() for _ in range(5)))  # more than there are slots for
+    return nn.Sequential(*(Experts() for _ in range(5)))  # more than there are slots
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_blocks_that_only_an_earlier_pass_of_the_step_went_through_hold_no_slot(
 
 
 class Growing(nn.Module):
-    """A decoder's longer inputs come after the encoder's, which wait on the tier; `sixteen`: of another type, too."""
+    """A decoder with longer inputs than the encoder's, which are offloaded; with `sixteen` of another dtype, too."""
 
     def __init__(self, sixteen=False):
         super().__init__()
@@ -449,7 +449,7 @@ def test_checkpointing_of_transformers_is_refused_since_it_goes_around_the_engin
 
 
 def test_the_next_step_reads_what_this_one_wrote(tmp_path):
-    """A fence between a block's write and its next read: both streams give all buffers back in between."""
+    """A fence is needed between a block's write and its next read: both streams return all buffers in between."""
     ours, theirs = model(depth=2), model(depth=2)  # two blocks: the last written is soon the first read
     engine = streamed(ours, tmp_path, blocks_in_flight=2)
     assert train(ours, engine, batches(8)) == train_in_memory(theirs, batches(8))
@@ -462,9 +462,9 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
     engine = streamed(ours, tmp_path)
     first = train(ours, engine, data[:3])
     engine.keep({"at": 3})
-    ours(data[3]).backward()  # a step that never ends
+    ours(data[3]).backward()  # a step that is not completed
     engine.close()
-    again = model(seed=5, dtype=torch.bfloat16)  # of the same architecture, with other values
+    again = model(seed=5, dtype=torch.bfloat16)  # the same architecture with other values
     engine, facts = StreamingEngine.resume(again, tmp_path / "session", groups(again))
     assert facts == {"at": 3}
     assert first + train(again, engine, data[3:]) == train_in_memory(theirs, data)
@@ -523,7 +523,7 @@ def test_an_error_in_the_middle_of_backward_takes_the_step_back(tmp_path, caplog
 
     hook = ours.layers[1].register_forward_hook(lambda module, args, out: Fails.apply(out))
     loss = ours(data[1])
-    with pytest.raises(ValueError, match="the user's own mistake"):  # layers 2 and 3 are updated by then
+    with pytest.raises(ValueError, match="the user's own mistake"):  # layers 2 and 3 have been updated by then
         loss.backward()
     hook.remove()
     with caplog.at_level(logging.WARNING, "memascend"):

@@ -1,4 +1,4 @@
-"""A user's loop over a streamed model: torch's optimizer interface, and what goes wrong in it."""
+"""A user's loop over a streamed model: torch's optimizer interface, and the mistakes that are possible in it."""
 
 import copy
 import errno
@@ -59,7 +59,7 @@ def test_three_lines_around_a_plain_loop(tmp_path):
 
 
 def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
-    """LoHan's Fig. 4b leaves optimizer.step() out."""
+    """LoHan's Fig. 4b omits optimizer.step()."""
     ours, theirs = model(), model()
     session, optimizer = begin(ours, tmp_path / "run", implicit_step=True)
     for ids in batches(3):
@@ -94,7 +94,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("scheduled", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, scheduled):
-    """Rates are kept as the last completed step had them."""
+    """Learning rates are kept as the last completed step had them."""
 
     def step(of, optimizer, scheduler, ids, session=None):
         of(ids).backward()
@@ -134,7 +134,7 @@ def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
 
 
 def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
-    """torch would find no gradient, and clip nothing without a word."""
+    """torch would find no gradient, and silently clip nothing."""
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     ours(batches(1)[0]).backward()
@@ -142,7 +142,7 @@ def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
         torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
     other = torch.nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
-    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0  # another model's are torch's
+    assert torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0) > 0  # other models still use torch's function
     optimizer.step()
     session.close()
 

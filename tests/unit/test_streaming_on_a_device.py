@@ -1,4 +1,4 @@
-"""The streaming engine on an accelerator: on one that is made for tests, whose copies come late, and on a GPU."""
+"""The streaming engine on an accelerator: on the tests' own, whose copies are late, and on a GPU."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ WRITTEN_FOR_THE_CPU = (
     "test_interrupted_updates",
     "test_streamed_blocks",
 )
-# They count the CPU's own products, add modules on the CPU, or go on with torch's AdamW there.
+# These count the CPU's own products, add modules on the CPU, or continue with torch's AdamW there.
 NOT_THERE = (
     "swapping_everything",
     "only_the_chosen_products",
@@ -42,7 +42,7 @@ NOT_THERE = (
     ids=["some", "all"],
 )
 def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late(names, some):
-    """In a process of its own, since torch knows the device from then on."""
+    """In a separate process, since torch knows the device from then on."""
     files = [CASES, *(f"tests/unit/{name}.py" for name in names)]
     chosen = " and ".join([f"({some})", *(f"not {name}" for name in NOT_THERE)])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.late_device.plugin", "-p", "no:cacheprovider"]

@@ -1,4 +1,5 @@
-"""A named folder for swap files exists, or only its last part is missing; anything else is a typo and one line."""
+"""A named folder for swap files exists, or only its last part is
+missing; anything else is a typo and gives one line."""
 
 import os
 

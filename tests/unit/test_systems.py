@@ -1,4 +1,4 @@
-"""Adding a system is adding a folder: nothing of the library or the harness is touched for it."""
+"""Adding a system means adding a folder: no change of the library or the harness is needed."""
 
 import json
 import os
@@ -54,7 +54,7 @@ arms:
 
 @pytest.fixture
 def toys(tmp_path):
-    """The environment of a process that is told of a folder with one system."""
+    """Return the environment of a process that is given a folder with one system."""
     folder = tmp_path / "systems" / "toy"
     folder.mkdir(parents=True)
     (folder / "system.yaml").write_text(YAML)

@@ -1,4 +1,4 @@
-"""A safetensors file written in parts is the one that is written in order, and its checksum is known without a look."""
+"""A safetensors file written in parts equals the one written in order, and its checksum is known without reading it."""
 
 import errno
 import os
@@ -35,7 +35,7 @@ def layouts():
 
 
 def parts_of(values, size):
-    """(name, first byte, bytes) in a shuffled order."""
+    """Return (name, first byte, bytes) in a shuffled order."""
     found = []
     for name, value in values.items():
         view = byte_view(value)

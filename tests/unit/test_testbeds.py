@@ -136,7 +136,7 @@ def test_hardware_imports_no_torch():
 
 @pytest.fixture
 def machine(tmp_path):
-    """A two-socket server with a CXL node, one NVMe drive, one hard disk and a loop device."""
+    """Make a two-socket server with a CXL node, one NVMe drive, one hard disk and a loop device."""
 
     def write(name: str, text: str) -> None:
         path = tmp_path / name

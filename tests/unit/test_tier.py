@@ -1,4 +1,4 @@
-"""What every tier promises (memascend/storage/tier.py). A new kind joins by an entry in KINDS."""
+"""Properties of every tier (memascend/storage/tier.py). A new kind is tested by an entry in KINDS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from memascend.storage.tier import Tier
 from tests import reflinks
 from tests.loop_devices import loop_device, store
 
-MAX_S = 60  # for an end that must come; nothing is timed
+MAX_S = 60  # limit for an end that must come; nothing is timed
 
 
 def _config(folder: Path, **options) -> DirectEngineConfig:
@@ -53,7 +53,7 @@ def _files(folder: Path, faults) -> FileTier:
 
 
 def _two_paths(folder: Path, faults) -> MultiPathTier:
-    """A file of the direct engine and a folder of files, as one."""
+    """Make a file of the direct engine and a folder of files, as one tier."""
     return MultiPathTier([StoragePath("a", _in_file(folder, faults)), StoragePath("b", _files(folder, faults))])
 
 
@@ -157,7 +157,7 @@ def test_an_erased_tensor_is_gone_and_its_room_is_free(tier):
     with pytest.raises(ValueError, match="no such tensor"):
         tier.read("w", torch.empty(10))
     tier.write("w", tensor(2))
-    tier.erase("w")  # while it is written
+    tier.erase("w")  # while it is being written
     tier.write("w", tensor(3))
     tier.read("w", out := torch.empty(50_000)).wait(MAX_S)
     assert torch.equal(out, tensor(3))
@@ -314,7 +314,7 @@ def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(t
         numel = 1_000_001
         for key in "abcd":
             tier.write(key, tensor(1, numel)).wait(MAX_S)
-        os.sync()  # Btrfs counts what was allocated when it commits
+        os.sync()  # Btrfs counts allocated space when it commits
         free = os.statvfs(folder).f_bfree
         assert {tier.stage(key, folder / key) for key in "abcd"} <= {"reflink", "link"}
         assert (free - os.statvfs(folder).f_bfree) * 4096 < 2e6  # of 16 MB
@@ -339,7 +339,7 @@ def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(t
         free = os.statvfs(folder).f_bfree
         with TensorFileWriter(folder / "states", layouts, aligned=True) as writer:
             assert all(writer.share(key, partial(tier.share, key)) for key in "ab")
-            assert not writer.share("c", partial(tier.share, "c"))  # which it does not have
+            assert not writer.share("c", partial(tier.share, "c"))  # it does not have that tensor
             writer.write("c", tensor(3, numel))
         os.sync()
         assert (free - os.statvfs(folder).f_bfree) * 4096 < 6e6  # of 12 MB
@@ -364,7 +364,7 @@ def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(
         assert not caplog.records
         read = tier.read("w", torch.empty(50_000)).then(lambda _: None)
         with contextlib.suppress(StorageError):
-            tier.wait(MAX_S)  # of the read; the stage after it has been asked by nobody
+            tier.wait(MAX_S)  # for the read; nothing waits for the stage after it
         while not read.done():
             pass
         del read
@@ -431,7 +431,7 @@ def test_a_thousand_chains_with_the_same_few_buffers(tier):
 def test_all_of_waits_for_the_rest_and_has_the_first_error(tier, faults):
     for key in "abc":
         tier.write(key, tensor(1)).wait(MAX_S)
-    faults.add("read", times=-1 if isinstance(tier, MultiPathTier) else 1, error=5)  # which reads again, once
+    faults.add("read", times=-1 if isinstance(tier, MultiPathTier) else 1, error=5)  # a MultiPathTier reads again, once
     reads = [tier.read(key, torch.empty(50_000)) for key in "abc"]
     with pytest.raises(StorageError):
         all_of(reads).wait(MAX_S)
@@ -489,7 +489,7 @@ def test_close_ends_what_is_under_way_and_what_follows_is_refused(tier, faults):
     refused = writes[-1].then(lambda _: tier.write("late", kept))
     tier.close()
     assert all(write.done() and write.error() is None for write in writes)
-    with contextlib.suppress(RuntimeError):  # it may have come before the end
+    with contextlib.suppress(RuntimeError):  # it may have been read before the end
         refused.wait(MAX_S)
     tier.close()
     for call in (
@@ -536,7 +536,7 @@ def test_nothing_is_left_of_a_closed_tier(kind, tmp_path):
         return any(all(now < then + uses for now, then in zip(left(), before, strict=True)) for _ in range(10**5))
 
     use(tmp_path / "warm")
-    before, uses = left(), 4  # an earlier test of this process may have left some of its own, or begin a thread now
+    before, uses = left(), 4  # an earlier test of this process may have left some, or be starting a thread now
     for number in range(uses):
         use(tmp_path / str(number))
     assert settled(before), (before, left())
@@ -613,7 +613,7 @@ def test_the_folder_of_a_killed_process_is_collected_and_that_of_a_living_one_is
         done = run("all_of(ends).wait(); os.kill(os.getpid(), 9)", tmp_path)
         assert done.returncode == -9
         folder = tmp_path / str(list(KINDS).index("files"))
-        left = collect_scratch_files(folder, str(folder))  # the next tier would do so, too
+        left = collect_scratch_files(folder, str(folder))  # the next tier would collect them, too
         assert [each.owner for each in left] == ["tests"]
         assert left[0].bytes >= 4 << 20
         assert "process" in str(left[0])
@@ -642,7 +642,7 @@ def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tier_that_is_dropped_without_close_ends_once_nothing_is_under_way(kind, tmp_path, faults):
-    """What is in flight ends, its callbacks run, and then descriptors go; nobody has to hold the tier for that."""
+    """Requests in flight end, their callbacks run, and descriptors are closed, without a reference to the tier."""
     before, told = len(os.listdir("/proc/self/fd")), threading.Event()
     faults.add("write", delay_us=300_000, times=1)
     made = KINDS[kind](tmp_path, faults)

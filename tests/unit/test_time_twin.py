@@ -1,4 +1,4 @@
-"""A time twin's length and rates follow from what was tried and from the testbed's seconds."""
+"""A time twin's length and rates follow from the lengths that were tried and from the testbed's seconds."""
 
 from __future__ import annotations
 

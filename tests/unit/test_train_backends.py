@@ -1,4 +1,4 @@
-"""Backends of a training: plain PyTorch in memory, its updates and loss scale, what it saves and goes on from."""
+"""Backends of a training: plain PyTorch in memory, its updates and loss scale, what it saves and resumes from."""
 
 import dataclasses
 import importlib.util
@@ -60,7 +60,7 @@ def test_every_backend_is_found_by_its_name():
 
 
 def test_half_precision_gradients_are_converted_as_the_kernel_reads_them(monkeypatch):
-    """No copy in fp32 is made of them, and the bits are those of one."""
+    """No fp32 copy is made of them, and the bits are those of a copy."""
     stock, seen = adamw.adamw_, []
 
     def trained(copies):
@@ -126,7 +126,7 @@ def test_what_goes_on_from_saved_states_goes_on_to_the_same_bits(tmp_path, updat
 
 
 def test_fp32_in_memory_is_the_plain_loop_of_pytorch():
-    """The loop that everybody writes, on the same weights: forward, backward, clip_grad_norm_, torch.optim.AdamW."""
+    """The usual loop, on the same weights: forward, backward, clip_grad_norm_, torch.optim.AdamW."""
     from memascend.integrations.pretrained import in_memory_model
 
     ours = built(dtype="fp32")
@@ -149,7 +149,7 @@ def test_fp32_in_memory_is_the_plain_loop_of_pytorch():
 
 
 def test_a_parameter_without_a_gradient_gets_one_of_zero():
-    """As in ZeRO's flat groups: weight decay and the moments go on."""
+    """ZeRO's flat groups behave like this: weight decay and the moments continue."""
     backend = built(weight_decay=0.1)
     steps(backend, 1)
     frozen = {name: parameter for name, parameter in backend.model.named_parameters() if "layers.1." in name}
@@ -174,7 +174,7 @@ def test_an_infinite_gradient_skips_the_step_and_leaves_weights_and_states():
     assert [backend.step([IDS], 1e-3)[1] for _ in range(2)] == [None, None]
     hook.remove()
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
-    assert backend.loss_scale() == scale / 2  # the first overflow is forgiven
+    assert backend.loss_scale() == scale / 2  # the first overflow does not reduce it
     assert backend.step([IDS], 1e-3)[1] is not None
     assert backend.state_facts()["adam_step"] == 2
     backend.close()
@@ -189,7 +189,7 @@ def test_the_loss_scale_is_deepspeeds():
     for _ in range(20_000):
         overflow = rng.random() < 0.001
         if overflow:
-            theirs.cur_iter += 1  # what update_scale does, without its log of ranks
+            theirs.cur_iter += 1  # does what update_scale does, without logging ranks
             theirs.last_overflow_iter = theirs.cur_iter - 1
             if theirs.cur_hysteresis == 1:
                 theirs.cur_scale = max(theirs.cur_scale / 2, 1.0)
@@ -272,7 +272,7 @@ def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpoint
 
 
 def test_a_traced_step_has_every_byte_of_its_activation_cache(tmp_path):
-    work = {"checkpointing": "ssd", "activations": "all", "twin": 64}  # of a twin, small tensors go too
+    work = {"checkpointing": "ssd", "activations": "all", "twin": 64}  # in a twin, small tensors are offloaded too
     backend, recorder = built(folder=str(tmp_path), **work), Recorder()
     backend.trace(recorder)
     steps(backend, 1)
@@ -292,7 +292,7 @@ def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true(states):
     for name, tensor in plain.weights():
         assert torch.equal(tensor, weights(placed)[name]), name
     found = report.memory_nodes(placed.ledger, "latency_first")
-    own = {"weights"} if states == "fp32" else set()  # else they lie in their masters
+    own = {"weights"} if states == "fp32" else set()  # otherwise they are their masters
     assert set(found["bytes"]) == {"master_weights", "momentum", "variance", "gradients", "activations"} | own
     assert {node for shares in found["bytes"].values() for node in shares} <= set(Topology.read().nodes)
     assert found["wrong"] == []

@@ -1,4 +1,5 @@
-"""What `memascend verify` says of two finished runs: equal bits, or the tensor, element and size of a difference."""
+"""The result of `memascend verify` for two finished runs: equal bits, or
+the tensor, element and size of a difference."""
 
 import dataclasses
 import json
@@ -27,7 +28,7 @@ def write(path, tensors):
 
 
 def run(folder, *, loss=2.5, corrupt=None, groups=GROUPS):
-    """A run's folder after two steps; `corrupt`: (state, element of group 0, by how much)."""
+    """Make a run's folder after two steps; `corrupt`: (state, element of group 0, the change)."""
     run_folder = RunFolder(folder)
     partial = checkpoint.begin(run_folder.checkpoints, 2)
     values = {name: torch.arange(count) / 7 for group in groups for name, count in group}

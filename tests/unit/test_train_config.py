@@ -1,4 +1,4 @@
-"""What `memascend train` takes: keys of the YAML file and flags, and what it says to those it does not take."""
+"""The input of `memascend train`: keys of the YAML file and flags, and its messages about invalid ones."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from memascend.training.config import TrainConfig, checked, complete, from_text,
 
 
 def refusal(capsys, *arguments: str) -> str:
-    """What the command says on standard error; it must be one line, with exit status 2."""
+    """Return what the command writes to standard error; it must be one line, with exit status 2."""
     assert cli.main(["train", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
@@ -83,7 +83,7 @@ def test_a_flag_wins_over_the_file(tmp_path, capsys):
 
 
 def test_numbers_without_a_dot_are_numbers():
-    """YAML 1.1 reads 1e-5 as a text."""
+    """YAML 1.1 reads 1e-5 as text."""
     assert checked("learning_rate", "1e-5", "here") == 1e-5
     assert checked("clip", 1, "here") == 1.0
     assert from_text("learning_rate", "3e-4") == 3e-4

@@ -1,4 +1,4 @@
-"""Order of data, learning rate, packing, and what a run says: all functions of the step alone."""
+"""Order of data, learning rate, packing, and a run's output: all depend on the step alone."""
 
 import dataclasses
 import io
@@ -107,7 +107,7 @@ def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
 
 
 def test_a_model_folder_without_a_tokenizer_has_none(tmp_path):
-    """transformers 5 makes one of the configuration alone, which knows no word: every text became no token."""
+    """transformers 5 makes one from the configuration alone, which has no words: every text became no token."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
     assert load_tokenizer(tmp_path, tmp_path / "out") is False
     assert not (tmp_path / "out").exists()
@@ -183,7 +183,7 @@ def test_the_time_left_counts_the_evaluations_to_come(tmp_path):
         return [line.split()[-1] for line in out.getvalue().splitlines() if "/6 " in line]
 
     assert lefts() == [f"0:00:{left:02d}" for left in (15, 12, 9, 6, 3, 0)]
-    # 8 batches of an evaluation for one of a step: 8 s before the first one, then the 60 s that it took.
+    # 8 batches of an evaluation for one of a step: 8 s before the first evaluation, then the 60 s that it took.
     assert lefts(eval_batches=8) == [f"0:00:{left:02d}" for left in (23, 20, 17, 14)] + ["0:01:03", "0:01:00"]
     assert lefts(eval_batches=8, eval_every=4)[:4] == [f"0:00:{left:02d}" for left in (31, 28, 25, 22)]
     assert lefts(eval_batches=8, eval_every=4)[4:] == ["0:01:03", "0:01:00"]

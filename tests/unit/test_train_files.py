@@ -1,4 +1,4 @@
-"""Files of a run: tensors one by one, checkpoints that are whole or not listed, swap folders of the dead."""
+"""Files of a run: tensors one by one, checkpoints that are complete or not listed, swap folders of killed runs."""
 
 import json
 import os
@@ -250,7 +250,8 @@ def test_a_run_that_can_be_gone_on_with_keeps_its_lock_file(tmp_path):
 
 
 def test_who_waits_for_a_folder_does_not_lock_a_file_that_was_removed(tmp_path, monkeypatch):
-    """Opened before the holder removed it, locked afterwards: another would lock the next file of that name."""
+    """The file is opened before its holder removes it, and locked afterwards:
+    another process could lock the next file of that name."""
     from memascend.training import folder
 
     holder = Lock(tmp_path, alone=True)
@@ -285,7 +286,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dead_swap_folder(parent):
-    """A swap folder whose process was killed."""
+    """Return a swap folder whose process was killed."""
     done = subprocess.run(
         [sys.executable, "-c", SWAP_AND_DIE, str(parent)], capture_output=True, text=True, check=False
     )
@@ -301,7 +302,7 @@ def test_swap_files_of_a_dead_run_are_removed_and_it_is_said(tmp_path):
 
 def test_swap_files_of_a_living_run_stay(tmp_path):
     swap = SwapFolder.make(tmp_path, tmp_path / "run")
-    rank = Lock(swap.path, alone=False)  # a rank that outlives the parent
+    rank = Lock(swap.path, alone=False)  # a rank that outlives its parent
     (swap.path / "p.swp").write_bytes(b"x")
     assert collect_dead(tmp_path) == []
     swap.lock.close()
@@ -322,7 +323,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def test_ranks_that_are_still_dying_are_waited_for_by_their_own_run_alone(tmp_path):
-    """A run that is killed and gone on with at once: its ranks let go of their swap files only when they are dead."""
+    """If a run is killed and resumed at once, its ranks release their swap files only when they have exited."""
     folder = dead_swap_folder(tmp_path)
     rank = [sys.executable, "-c", HOLD_A_SWAP_FOLDER, str(folder), "2"]
     with subprocess.Popen(rank, stdout=subprocess.PIPE) as dying:
@@ -398,7 +399,7 @@ def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_p
 
 def test_a_step_that_a_kill_cut_off_has_one_row_and_no_part_in_medians(tmp_path):
     path, known = tmp_path / "metrics.jsonl", {"tokens": 64, "learning_rate": 1e-3, "loss_scale": None}
-    for loss in (2.5, 9.0):  # the second finds it there
+    for loss in (2.5, 9.0):  # the second write finds the first one's file
         add_cut_off_step(path, 1, loss=loss, **known)
     summary = report.summary(read_metrics(path))
     assert (summary["steps"], summary["first_loss"], summary["tokens"]) == (1, 2.5, 64)

@@ -1,4 +1,4 @@
-"""Before the ranks start: what cannot work is one line that names the fix; what can leaves tokens and sizes."""
+"""Before the ranks start: what cannot work is one line that names the fix; otherwise tokens and sizes are prepared."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Too little memory, a full disk, a folder that was moved, text that is none: one line with what to do."""
+"""Too little memory, a full disk, a folder that was moved, data that are not text: one line with what to do."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ CONFIG = TrainConfig(model="m", data=["d"])
 
 
 def full_disk(worker):
-    """A worker whose disk takes no checkpoint."""
+    """Make a worker's disk refuse every checkpoint."""
 
     def write():
         (worker.folder.checkpoints / ".partial-step-00000007").mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
     assert f"then: memascend train --output {tmp_path / 'run'} --resume (starts over" in said
     assert "\n" not in said
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
-    with pytest.raises(ValueError, match=r"--resume \(continues after step 5\)"):  # whose states are on the SSD
+    with pytest.raises(ValueError, match=r"--resume \(continues after step 5\)"):  # its states are on the SSD
         full_disk(worker)._save()
 
 
@@ -64,7 +64,7 @@ def test_metrics_onto_a_full_disk_name_their_file_and_how_to_go_on(tmp_path):
         ValueError, match=r"cannot write /dev/full: No space left on device; free some space, and continue with"
     ):
         progress.evaluation(1, 2.5, 4, 0.1)
-    with contextlib.suppress(OSError):  # the row is tried again
+    with contextlib.suppress(OSError):  # the row is written again
         progress.close()
 
 
@@ -128,7 +128,7 @@ def test_too_little_memory_names_what_would_fit(tmp_path, fits, said):
     ],
 )
 def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, monkeypatch, system, what):
-    """Qwen2.5-14B fits 6 GiB with the streaming engine alone, and 1 GiB not at all."""
+    """Qwen2.5-14B fits into 6 GiB only with the streaming engine, and not at all into 1 GiB."""
     memory = SimpleNamespace(available_bytes=(6 if system != "lohan" else 1) << 30)
     monkeypatch.setattr(preparation, "host_memory", lambda: memory)
     config = dataclasses.replace(CONFIG, model="qwen2.5-14b", twin=1, system=system, random_weights=True)
@@ -139,7 +139,7 @@ def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, mon
     else:
         fits = preparation._plan(config, model_config, 64, [])["what_fits"]
     assert [change.split(" (")[0] for change in fits] == what
-    memory.available_bytes = 1 << 40  # a later call with less may not say that nothing fits
+    memory.available_bytes = 1 << 40  # a later call with less must not say that nothing fits
     if system != "in_memory":
         assert preparation._plan(config, model_config, 64, [])["what_fits"] is None
 
@@ -209,7 +209,7 @@ def test_data_that_is_binary_is_said_to_have_been_skipped(tmp_path):
 
 
 def swaps(system="memascend", **options):
-    """A run that swaps 20 MiB, and whose checkpoints take nothing."""
+    """Return the configuration and sizes of a run that swaps 20 MiB, and whose checkpoints take nothing."""
     prepared = {"planned_host_bytes": None, "parameters": 0, "planned_swap_bytes": 20 << 20}
     return dataclasses.replace(CONFIG, system=system, **options), prepared
 

@@ -1,4 +1,4 @@
-"""From a run's keys to DeepSpeed's configuration, through whichever system was named."""
+"""From a run's keys to DeepSpeed's configuration, for any named system."""
 
 import dataclasses
 import importlib.metadata
@@ -16,7 +16,7 @@ CONFIG = TrainConfig(model="m", data=["d"], accumulate=4, batch=2, ranks=2, clip
 
 
 def setup(**changes):
-    """(DeepSpeed configuration, parts) of a run."""
+    """Return (DeepSpeed configuration, parts) of a run."""
     settings = systems.setup(dataclasses.replace(CONFIG, **changes), PREPARED, "run", "/swap").settings
     return settings["deepspeed_config"], settings["parts"]
 
@@ -70,7 +70,7 @@ def test_gradients_are_added_up_as_asked():
 
 
 def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
-    """It lives as long as the ranks do, in the same memory."""
+    """The parent lives as long as the ranks do, in the same memory."""
     code = (
         "import sys, memascend.cli, memascend.training.launch; from memascend import systems; "
         "[systems.load(name) for name in systems.names()];"

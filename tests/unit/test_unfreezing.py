@@ -1,4 +1,4 @@
-"""Gradual unfreezing trains as in memory, to the bit; what is frozen after the optimizer was made stays as it is."""
+"""Gradual unfreezing trains as in memory, bit by bit; what is frozen after the optimizer was made stays unchanged."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def made(dtype=torch.float32, vocabulary=50):
 
 
 def train(model, optimizer, steps):
-    """From the last layer to the first, a part more in each step."""
+    """Train from the last layer to the first, one more part in each step."""
     parts = [model.norm, model.layers[2], model.layers[1].down, model.layers, model.embed]
 
     def loss_of(step):
@@ -78,7 +78,7 @@ def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path
 
 
 def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
-    """Slices are summed up in another order than in memory, so nothing is compared with that."""
+    """Slices are summed in another order than in memory, so their values are not compared."""
     ours = made(vocabulary=5000)
     before = {name: values.clone() for name, values in ours.state_dict().items()}
     ours.head.requires_grad_(False)

@@ -30,7 +30,7 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_agrees_with_torch_on_random_bits(dtype, widen, inverse_scale, data):
     bits = 16 if dtype.itemsize == 2 else 32
     words = data.draw(st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), max_size=150))
-    if data.draw(st.booleans()):  # mostly finite, or nearly every example would overflow
+    if data.draw(st.booleans()):  # mostly finite values; otherwise nearly every example would overflow
         words = [word & ~0x4000 if bits == 16 else word & ~0x40000000 for word in words]
     grad = torch.tensor(words, dtype=INT_OF[dtype]).view(dtype)
     out_dtype = torch.float32 if widen else dtype

@@ -1,4 +1,4 @@
-"""One version, in pyproject.toml and in the changelog; names that a version promises are on the page of the API."""
+"""There is one version, in pyproject.toml and in the changelog; names that it promises are on the page of the API."""
 
 import datetime
 import importlib.metadata
@@ -18,7 +18,7 @@ def project() -> dict:
 
 
 def released() -> list[tuple[str, str]]:
-    """(version, date) of each release in the changelog, in its order."""
+    """Return (version, date) of each release in the changelog, in its order."""
     return re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", CHANGELOG, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""All micro-batches through a block before the next one: equal bits, and bytes of a step that do not grow with them."""
+"""All micro-batches pass a block before the next one: equal bits, and bytes per step that do not grow with them."""
 
 import gc
 import itertools
@@ -22,7 +22,7 @@ from memascend.memory.pinned import PageAlignedPinnedAllocator
 from tests.unit import test_sliced_matrices as sliced
 from tests.zoo.shapes import DEPTH, LENGTH, REFUSED, SHAPES, WIDTH, Mlp, Stack, batch
 
-STEPS = 3  # the first of them looks at the micro-batches one after the other
+STEPS = 3  # the first of them inspects the micro-batches one after the other
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 INDEPENDENT = [
     "TiedEmbedding",
@@ -95,7 +95,7 @@ def made(kind, dtype=torch.float32):
 
 
 def trained(kind, folder, count, order, dtype=torch.float32, **options):
-    """Losses, all that is on the tier, the next random numbers, and the order of the last step."""
+    """Return the losses, the contents of the tier, the next random numbers, and the order of the last step."""
     with Loop(made(kind, dtype), folder, count, order=order, **options) as loop:
         torch.manual_seed(7)
         losses = [loop.step(number) for number in range(STEPS)]
@@ -197,7 +197,7 @@ def test_matrices_that_come_by_slices(tmp_path, shape, clip):
 
 
 class AddedWhole(Stack):
-    """A parameter whose gradient is, in autograd's memory, that of the hidden states, too."""
+    """A parameter whose gradient shares its memory in autograd with that of the hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ class WideMlp(Mlp):
 
 
 class Wide(Stack):
-    """Blocks whose weights are large beside their inputs."""
+    """Blocks whose weights are large compared with their inputs."""
 
     block = WideMlp
 
@@ -247,7 +247,7 @@ def test_the_bytes_of_a_step_grow_by_the_inputs_of_blocks_alone(tmp_path, option
     one, eight = moved["vertical", 1], moved["vertical", 8]
     inputs = DEPTH * padded(batch(0).numel() * WIDE, torch.float32) * 4  # written, and read once
     for direction in range(2):
-        # A slot or two may still hold an input when backward begins, which is then not read.
+        # A slot or two may still have an input when backward begins, which is then not read.
         assert 0 <= 7 * inputs - (eight[direction] - one[direction]) + 3 * inputs / DEPTH <= 6 * inputs / DEPTH
     assert sum(eight) <= 1.15 * sum(one)
     assert sum(moved["horizontal", 8]) >= horizontally * sum(one)
@@ -266,7 +266,7 @@ def test_micro_batches_that_are_not_independent_go_one_after_the_other(tmp_path,
 
 
 class DrawsBetweenBlocks(Stack):
-    """A number between two blocks, from a source in an attribute."""
+    """Draws a number between two blocks, from a source in an attribute."""
 
     def __init__(self, source, draw):
         super().__init__()
@@ -296,7 +296,7 @@ def test_what_is_drawn_between_blocks_keeps_its_order(tmp_path, source, draw):
 
 
 class Marked(Stack):
-    """What a forward pass leaves for its end, and takes away then."""
+    """Sets attributes in a forward pass for its end, and then removes them."""
 
     def forward(self, ids):
         self.scale = ids.float().mean() / 10
@@ -443,8 +443,10 @@ def trap(monkeypatch):
 
 
 def trained_with_a_trap(trap, folder, where, what, error, **options):
-    """All that is on the tier after a step in which the trap springs, and the same step once more; how much of that
-    was done when it sprang."""
+    """Return the contents of the tier after three steps.
+
+    If `error` is given, the trap springs in a first attempt at the third step, which is then repeated.
+    """
     with Loop(made(Trapped), folder, 3, **options) as loop:
         body = trap.body(loop)
         loop.step(0, body)
@@ -485,7 +487,7 @@ def test_ctrl_c_ends_all_and_the_step_can_be_done_again(tmp_path, trap, where):
 
 
 def test_what_a_body_catches_does_not_go_on(tmp_path):
-    """A handler of all errors keeps the end of the others from nobody."""
+    """A handler of all exceptions in the loop does not see the one that ends the other micro-batches."""
     calls = []
 
     def body(ids):
@@ -509,7 +511,7 @@ def test_memory_goes_with_the_call(tmp_path):
         gc.collect()
         return [each for each in gc.get_objects() if type(each).__name__ in ("Lanes", "BlockPass")]
 
-    before = alive()  # other tests' graphs
+    before = alive()  # graphs of other tests
     with Loop(made("Plain"), tmp_path / "run", 3) as loop:
         for step in range(STEPS):
             loop.step(step)
@@ -611,7 +613,7 @@ def test_a_graph_that_micro_batches_share_and_a_second_backward_pass_are_refused
 
     def body(ids):
         kept.append(loop.model(ids))
-        if len(kept) != 3:  # whose graph the next one goes over
+        if len(kept) != 3:  # the next one uses the graph of this one
             kept[-2 if len(kept) == 4 else -1].backward()
 
     def twice(ids):

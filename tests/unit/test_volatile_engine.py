@@ -55,7 +55,7 @@ def test_memory_at_any_address_is_taken_and_the_bounce_memory_is_bounded(tmp_pat
         for skip in (0, 1, 511, 512):
             engine.write("t", memory[skip : skip + 1_000_003])
             out = torch.zeros(1_000_003 + 7, dtype=torch.uint8)[7:]
-            engine.wait(engine.read("t", out))  # in its turn: the write need not be waited for
+            engine.wait(engine.read("t", out))  # in order: the write need not be waited for
             assert torch.equal(out, memory[skip : skip + 1_000_003])
         assert engine.statistics.bounced_bytes > 4 * 900_000
         assert engine.bounce_buffers == buffers
@@ -139,7 +139,8 @@ def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not
         arguments = [sys.executable, "-c", stays, str(tmp_path)]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
             left = child.stdout.readline().strip()
-            (tmp_path / f"{SCRATCH_PREFIX}1-empty").write_bytes(bytes(10_000))  # killed while it was made
+            # as left by a process that was killed while making it
+            (tmp_path / f"{SCRATCH_PREFIX}1-empty").write_bytes(bytes(10_000))
             child.send_signal(signal.SIGSTOP)
             found = collect_scratch_files(tmp_path, str(tmp_path))
             child.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Imports between packages: which part may import or include which, held by reading the sources."""
+"""Import rules between packages: which part may import or include which, checked by reading the sources."""
 
 import ast
 import re
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"hardware", "memascend", "tests", "workflows"}
-SYSTEMS = "memascend.baselines"  # the package that lies in baselines/, to which memascend/baselines is a link
-# Words that would point into one person's machine; put together here, so that this file does not hold them.
+SYSTEMS = "memascend.baselines"  # this package is in baselines/, to which memascend/baselines is a link
+# Words that would be paths of one person's machine; assembled here, so that this file does not contain them.
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:" + "|".join(("home", "root", "work", "Users")) + r")/[\w.]")
 
 
@@ -21,7 +21,7 @@ def sources(pattern: str) -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names that a Python file imports, anywhere in it; relative ones are resolved against its own place."""
+    """Yield the dotted names that a Python file imports anywhere; relative ones are resolved against its package."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from imported_names(node, path)
@@ -38,7 +38,8 @@ def imported_names(statement: ast.Import | ast.ImportFrom, path: Path) -> list[s
 
 
 def package_parts(path: Path) -> tuple[str, ...]:
-    """memascend, planner, plan for memascend/planner/plan.py; what lies in baselines/ is imported from memascend."""
+    """Return (memascend, planner, plan) for memascend/planner/plan.py; modules
+    in baselines/ are imported from memascend."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ("memascend", *parts) if parts[0] == "baselines" else parts
 
@@ -73,13 +74,13 @@ def test_the_library_imports_nothing_of_ours_above_it():
 
 
 def test_the_systems_are_one_package_in_memascend_that_lies_in_the_folder_baselines():
-    # What an installed library reads lies in it: these are the links by which it does.
+    # An installed library has the files that it reads: these are the links for that.
     links = {path.relative_to(ROOT).as_posix(): str(path.readlink()) for path in committed_links()}
     assert links == {"memascend/baselines": "../baselines", "memascend/planner/testbeds": "../../hardware/testbeds"}
     assert not (ROOT / "baselines").is_symlink()
     names = "|".join(sorted(path.parent.name for path in sources("baselines/*/__init__.py")))
     assert "lohan" in names
-    # As `baselines` the same modules would be there twice, and in a wheel they would not be there at all.
+    # As `baselines` the same modules would be loaded twice, and in a wheel they would be missing.
     alone = re.compile(rf"^\s*(?:from|import)\s+baselines\b|(?<![\w.])baselines\.(?:{names})\b", re.MULTILINE)
     assert alone.search("x = 1\n    from baselines import lohan")
     assert alone.search("named 'baselines.protocol'")
@@ -148,7 +149,8 @@ Graph = dict[str, set[str]]
 
 
 def statements(tree: ast.Module, everywhere: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements that run when the module is imported; with ``everywhere`` those in functions and for types."""
+    """Yield import statements that run when the module is imported; with
+    ``everywhere`` also those in functions and for types."""
     nodes: list[ast.AST] = [*tree.body]
     while nodes:
         node = nodes.pop()
@@ -161,7 +163,8 @@ def statements(tree: ast.Module, everywhere: bool) -> Iterator[ast.Import | ast.
 
 
 def module_graph(everywhere: bool) -> Graph:
-    """For each module of ours the modules that it names; that a package is imported with its module does not count."""
+    """Return, for each module of ours, the modules that it names; a package
+    that is imported with its module does not count."""
     files = {path: package_parts(path) for room in ROOMS for path in sources(f"{room}/**/*.py")}
     names = {path: ".".join(parts[:-1] if parts[-1] == "__init__" else parts) for path, parts in files.items()}
     known = {*names.values(), "memascend._C"}
@@ -176,7 +179,7 @@ def module_graph(everywhere: bool) -> Graph:
 
 
 def room_graph(modules: Graph) -> Graph:
-    """The same between rooms: memascend's folders, and the other top-level folders. The facade `memascend` is none."""
+    """Return the graph between memascend's folders and the other top-level folders, without the facade `memascend`."""
 
     def room(module: str) -> str:
         return ".".join(module.split(".")[: 2 if module.startswith("memascend.") else 1])
@@ -189,7 +192,7 @@ def room_graph(modules: Graph) -> Graph:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The strongly connected components with more than one member (Tarjan 1972)."""
+    """Return the strongly connected components with more than one member (Tarjan 1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     open_nodes: list[str] = []
@@ -216,7 +219,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 ROOMS = ("baselines", "hardware", "memascend")
-# Circles that are known and on their way out; a list that is not up to date fails too.
+# Known import cycles that are to be removed; a list that is out of date fails too.
 CIRCLES_IN_FUNCTIONS: list[list[str]] = []
 CIRCLES_OF_ROOMS_IN_FUNCTIONS = [["memascend.integrations", "memascend.planner"]]
 
@@ -273,7 +276,7 @@ def test_rules_import_nothing_of_ours_but_plain_modules_of_the_configuration():
     allowed = {*sys.stdlib_module_names, "workflows", "yaml", "jsonschema"}
 
     def forbidden(_: Path, name: str) -> bool:
-        return top(name) not in allowed and not name.startswith("memascend.suggestions.")  # imports difflib alone
+        return top(name) not in allowed and not name.startswith("memascend.suggestions.")  # imports only difflib
 
     assert offences(plain, forbidden) == []
     ours_of_plain = {name for path in plain for name in imports(path) if top(name) == "workflows"}
@@ -284,7 +287,7 @@ def test_rules_import_nothing_of_ours_but_plain_modules_of_the_configuration():
 def test_plots_read_only_derived_and_published_results():
     files = [*sources("workflows/derive/figure.py"), *sources("workflows/panels/*.py")]
     assert files
-    labels = {"memascend", "memascend.systems"}  # whose folders say the colours
+    labels = {"memascend", "memascend.systems"}  # their folders define the colours
     assert offences(files, lambda _, name: top(name) in OURS - {"workflows"} and name not in labels) == []
     folder = re.compile(r"results/(?!derived\b|published\b)\w+|hardware/|baselines/")
     for path in files:
@@ -302,7 +305,7 @@ def test_only_the_binding_files_include_torch():
 
 
 def test_the_core_has_no_iostreams():
-    """They crash where a toolchain links libstdc++ into the extension (memascend/csrc/core/text_file.h)."""
+    """They crash if a toolchain links libstdc++ into the extension (memascend/csrc/core/text_file.h)."""
     streams = re.compile(r"^\s*#\s*include\s*<(?:\w*stream|iomanip|locale|regex)>", re.MULTILINE)
     files = [path for path in ROOT.glob("memascend/csrc/**/*") if path.suffix in {".cpp", ".h"}]
     assert files

@@ -1,4 +1,4 @@
-"""Tensors on their way through a few host buffers: read ahead, evicted, released, whatever the storage does."""
+"""Tensors that pass through a few host buffers: read ahead, evicted, released, whatever the storage does."""
 
 import random
 import threading
@@ -24,7 +24,7 @@ class Transfer:
         self._failure = failure
         if failure is None:
             self._act()
-        self._act = None  # it holds the buffer
+        self._act = None  # it refers to the buffer
         self._ended.set()
         for function in self._callbacks:
             function(self)
@@ -42,7 +42,7 @@ class Transfer:
 
 
 class FakeStorage:
-    """In memory. A transfer ends as it is submitted, or, with `by_hand`, when the test ends it, in any order."""
+    """Storage in memory. A transfer ends when submitted or, with `by_hand`, when the test ends it, in any order."""
 
     def __init__(self, by_hand=False):
         self.kept, self.by_hand, self.log, self.under_way = {}, by_hand, [], {}
@@ -286,7 +286,7 @@ def test_a_fetch_prefers_what_the_device_has_a_copy_of(storage):
 def test_what_a_fetch_asks_for_is_not_evicted_for_it(storage):
     stream = stream_of(storage)
     stream.prefetch(["a", "b"])
-    stream.fetch(["c", "a"])  # b, the other one that was read ahead, goes
+    stream.fetch(["c", "a"])  # b, the other one that was read ahead, is evicted
     assert ("a" in stream, "b" in stream) == (True, False)
 
 
@@ -327,7 +327,7 @@ def test_the_queue_keeps_to_its_budget(storage):
     stream = stream_of(storage, slots=4, read_ahead_bytes=2 * BYTES)
     stream.read_ahead(["a", "b", "c", "d"])
     assert stream.free_count() == 2
-    stream.fetch(["a"])  # in use, it is not ahead any more
+    stream.fetch(["a"])  # in use, so no longer ahead
     assert ("c" in stream, "d" in stream) == (True, False)
 
 
@@ -365,7 +365,7 @@ def test_the_queue_does_not_take_what_a_fetch_is_waiting_for(slow):
     stream.read_ahead(["a", "b"])
     with thread_of(stream.fetch, ["c"]) as fetching:
         until(lambda: "a" not in stream)
-        slow.end("read", "a")  # its slot is the fetch's, not b's
+        slow.end("read", "a")  # its slot belongs to the fetch, not to b
         until(lambda: len(slow.log) == 2)
         slow.end("read", "c")
     assert slow.log == [("read", "a"), ("read", "c")]
@@ -510,7 +510,7 @@ def test_put_waits_for_what_still_works_on_the_buffer(storage):
 def test_a_failed_read_is_raised_gives_the_slot_back_and_is_tried_again(storage):
     stream = stream_of(storage)
     storage.fail_reads = OSError("bad sector")
-    stream.prefetch(["a"])  # says nothing yet
+    stream.prefetch(["a"])  # reports nothing yet
     with pytest.raises(OSError, match="bad sector"):
         stream.fetch(["b", "a"])
     assert (stream.free_count(), "a" in stream) == (2, False)
@@ -526,7 +526,7 @@ def test_a_read_that_cannot_be_submitted_takes_no_slot(storage):
         with pytest.raises(OSError, match="no device"):
             ask(["b"])
     stream.read_ahead(["c"])
-    stream.release("a")  # the queue's read fails in there: its fetch says so
+    stream.release("a")  # the read from the queue fails here, and its fetch reports it
     with pytest.raises(OSError, match="no device"):
         stream.fetch(["c"])
     storage.refuse = None

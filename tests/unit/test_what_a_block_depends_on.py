@@ -1,4 +1,4 @@
-"""Backward computes a block again with all that its forward pass depended on, or says what is gone."""
+"""Backward recomputes a block with all that its forward pass depended on, or names what is gone."""
 
 import random
 import types
@@ -136,7 +136,7 @@ def test_a_state_keeps_values_of_what_changed_alone_and_says_what_is_gone():
 
 
 class Told(nn.Module):
-    """Its blocks are told by an object of the model's which one they are."""
+    """A model whose object tells its blocks which one they are."""
 
     def __init__(self, told):
         super().__init__()

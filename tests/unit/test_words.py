@@ -1,4 +1,4 @@
-"""Words and phrases that the project no longer uses stay out of its text. Single words: docs/retired-words.txt."""
+"""Retired words and phrases stay out of the project's text. Single words: docs/retired-words.txt."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {".cpp", ".h", ".html", ".json", ".md", ".py", ".pyi", ".sh", ".smk", ".toml", ".yaml", ".yml"}
-# What a claim said when it was written stays, and so do quotations of papers.
+# A claim stays as it was written, and so do quotations of papers.
 QUOTED = {"claims.yaml", "numbers.yaml", Path(__file__).name}
 
 AMOUNTS = "bytes|[KMGT]i?B|elements|tokens|sequences|samples|operations|batches|sub-?groups|units|pages"
@@ -18,12 +18,12 @@ PHRASES = {
     "this machine; given; after its result was known": r"\bat\s+hand\b",
     "per": rf"\b(?:{AMOUNTS})\s+an?\s+(?:{WHOLES})\b(?!\s+(?:holds|whose)|[-'])",
 }
-# Words that are being replaced: they may stay where they are, and come into no other file.
+# Words that are being replaced: they may stay in these files, but must not appear in others.
 FEWER = {
     "predicted": (
         r"\bforetold\b",
-        # Of records that were written before: readers accept the old key, and a program its former option. And a key
-        # of `bench engine --json`, which stays until 2.0.
+        # For older records: readers accept the old key, and a program its former option.
+        # And a key of `bench engine --json`, which stays until 2.0.
         "bench/engine.py unit/test_bench_engine.py "
         "run/full_size.py workflows/records.py unit/test_lohan_measured.py workflow/test_full_size.py",
     ),
@@ -58,4 +58,4 @@ def test_a_retired_phrase_is_gone(instead):
 def test_a_word_that_is_being_replaced_comes_into_no_other_file(instead):
     pattern, files = FEWER[instead]
     found = {"/".join(path.relative_to(ROOT).parts[-2:]) for path in places(pattern)}
-    assert found - {"CHANGELOG.md", *files.split()} == set(), f"say: {instead}"  # it names what was renamed
+    assert found - {"CHANGELOG.md", *files.split()} == set(), f"say: {instead}"  # the changelog names what was renamed

@@ -1,4 +1,4 @@
-"""A drive's write budget: counted across runs, warned of at 80 %, and an end where that was asked for."""
+"""A drive's write budget: counted across runs, with a warning at 80 %, and an end of the run if requested."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_new_run_goes_on_with_the_count_and_stops_where_that_was_asked_for(tmp
     path = str(tmp_path)
     WriteMeter(WriteBudget(limit_bytes=1000, a_day=False)).count([(path, 700)])
     meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=False, stops=True))
-    assert meter.count([(path, 100)])  # 800: a warning
+    assert meter.count([(path, 100)])  # 800 bytes: a warning
     meter.require_within()
     assert meter.count([(path, 300)])
     with pytest.raises(WriteBudgetExceeded, match="training stops; raise write_budget"):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(folder: Path, records: list[dict]) -> Path:
-    """Records, derived lanes and exhibit tables in ``folder``."""
+    """Make records, derived lanes and exhibit tables in ``folder``."""
     loaded = load(write_records(folder / "raw", records))
     measured = table.measured_rows("memascend", loaded)
     tidy.write_table(map(run_summary, loaded), folder / "runs.csv", RUN_COLUMNS)
@@ -28,7 +28,7 @@ def build(folder: Path, records: list[dict]) -> Path:
         whole = table.assemble(exhibit, ROOT / "results" / "published", planned, measured)
         tidy.write_table(whole, folder / "exhibits" / f"{exhibit}.csv")
     claimed = {claim["exhibit_id"] for claim in registry.claims()}
-    for exhibit in sorted(claimed - set(built_exhibits())):  # of the other papers what is published
+    for exhibit in sorted(claimed - set(built_exhibits())):  # only published values of the other papers
         rows = table.published_rows(ROOT / "results" / "published", exhibit)
         tidy.write_table(rows, folder / "exhibits" / f"{exhibit}.csv")
     return folder
@@ -36,24 +36,24 @@ def build(folder: Path, records: list[dict]) -> Path:
 
 @pytest.fixture(scope="session")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the quick profile would leave."""
+    """Return the folder that the quick profile would leave."""
     return build(tmp_path_factory.mktemp("full"), [*full_set(), *full_sweeps()])
 
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the smoke profile would leave: one model."""
+    """Return the folder that the smoke profile would leave: one model."""
     return build(tmp_path_factory.mktemp("smoke"), [*smoke_set(), *smoke_sweeps()])
 
 
 @pytest.fixture(scope="session")
 def report_folder(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`figures` with the report of the smoke set, and claims.csv and the lists of runs that it is made of."""
+    """Return `figures` with the report of the smoke set; its parent folder has claims.csv and the lists of runs."""
     return filled(tmp_path_factory.mktemp("report"), smoke)
 
 
 @pytest.fixture(scope="session")
 def report_pages(report_folder: Path) -> dict[str, Page]:
-    """Path in the report -> page."""
+    """Return the pages of the report by their path in it."""
     figures = report_folder / "figures"
     return {path.relative_to(figures).as_posix(): Page(path) for path in sorted(figures.rglob("*.html"))}

@@ -1,7 +1,7 @@
 """A paper's modelled lane with one constant changed: `python -m tests.workflow.perturbed PAPER [CONSTANT FACTOR]`.
 
-Prints {claim: value}, of all claims that the lane decides; a process for each, since rows are kept and values are read
-at import.
+Prints {claim: value} for all claims that the lane decides. Each call is a separate process, since rows are cached and
+values are read at import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workflows.derive.table import rows_of
 
 
 def change(paper: str, name: str, factor: float) -> None:
-    """A constant of the paper's calibrations.yaml, or of the planner."""
+    """Change a constant of the paper's calibrations.yaml, or of the planner."""
     if name in paper_models.constants(paper):
         each = paper_models.constants(paper)[name]
         paper_models.constants(paper)[name] = dataclasses.replace(each, value=each.value * factor)

@@ -1,4 +1,4 @@
-"""A report made of the smoke set, and its pages as a parser reads them."""
+"""A report of the smoke set, and its pages as a parser reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workflows.derive.site import against, content
 
 REGISTRY = registry.exhibits()
 BUILT = [entry["id"] for entry in REGISTRY if entry["status"] == "built"]
-# Files that are no claims.csv, and what is said of each, in the terminal and on the page.
+# Files that are not a claims.csv, and the message about each, in the terminal and on the page.
 HEAD, ROW = ",".join(against.COLUMNS), "x-fig01-a,measured,deviates,2.5,1 GiB,GiB"
 BAD_SETS = {
     "": "no claims.csv: column 'claim_id' is missing",
@@ -25,7 +25,7 @@ BAD_SETS = {
     f"{HEAD}\n{ROW.replace('x-fig01-a', '')}": "claim 1: it has no id",
     f"{HEAD}\n{ROW}\n{ROW}\n": "claim 2: x-fig01-a stands twice in lane measured",
 }
-# A time line of two lanes, and a row that is none. Its exhibit draws one too.
+# A time line of two lanes, and a row that is not part of it. Its exhibit draws one too.
 TIMELINE = "memascend-fig01"
 TASKS = [
     ("modelled", "SSD, read", "B1", 0.5, 0.25),
@@ -33,7 +33,7 @@ TASKS = [
     ("modelled", "SSD, read", "B2", 1.0, 3.0),
     ("measured", "GPU", "B1", 0.0, 0.5),
 ]
-# What stands for every exhibit's picture: as matplotlib writes one, with a value that a pointer reads.
+# Replaces every exhibit's picture: as matplotlib writes one, with a value that a pointer shows.
 TOLD = "MemAscend & <others>, measured: 4.2 GiB"
 PICTURE = f"""<?xml version="1.0" encoding="utf-8" standalone="no"?>
 <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
@@ -49,7 +49,7 @@ ENDS = ("svg", "pdf", "png", "csv")
 
 
 class Page(HTMLParser):
-    """A page that was read: its elements with their attributes, texts of rows of claims, and tags that do not match."""
+    """A parsed page: its elements with their attributes, texts of rows of claims, and tags that do not match."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -89,19 +89,20 @@ class Page(HTMLParser):
 
     @property
     def targets(self) -> list[str]:
-        """What the page links to or loads."""
+        """Return what the page links to or loads."""
         pairs = (("a", "href"), ("link", "href"), ("img", "src"), ("script", "src"))
         return [target for tag, attribute in pairs for target in self.of(tag, attribute)]
 
 
 def write(folder: Path, raw: Path, other: Path | None = None) -> None:
-    """Write the report of a folder that `filled` made, beside another claims.csv if one is given."""
+    """Write the report of a folder that `filled` made, compared with another claims.csv if one is given."""
     site = content.gather(folder / "claims.csv", folder / "figures", folder / "runs", "smoke", other)
     report.write(site, folder / "figures", raw)
 
 
 def filled(made: Path, results: Path) -> Path:
-    """Pictures (one drawing for all), captions, lists of runs and claims.csv of a set of results; their report."""
+    """Make pictures (one drawing for all), captions, lists of runs and
+    claims.csv of a set of results, and their report."""
     figures, runs = made / "figures", made / "runs"
     figures.mkdir()
     runs.mkdir()

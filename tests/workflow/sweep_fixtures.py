@@ -31,7 +31,7 @@ def stack_of(words: tuple[str, str, str]) -> dict[str, str]:
 
 
 def sweep(model: str, arm: str, number: int, k: int = 32, ranks: int = 1) -> dict[str, Any]:
-    """A sweep over POINTS with the sequences of two GPUs: the run's peak, and a checkpoint store beside it."""
+    """Make a sweep over POINTS with the sequences of two GPUs: the run's peak, and a checkpoint store at each point."""
     record = training("Qwen2.5-7B" if model == MOE else model, arm, "fp16", number, k=k)
     if model == MOE:
         record |= {"model": "qwen3-30b-a3b", "run_id": f"train-qwen3-30b-a3b-{arm}"}
@@ -53,7 +53,7 @@ def sweep(model: str, arm: str, number: int, k: int = 32, ranks: int = 1) -> dic
 
 
 def stacks(number: int, k: int = 64) -> dict[str, Any]:
-    """Fig. 2: four stacks at two contexts."""
+    """Make a record for Fig. 2: four stacks at two contexts."""
     record = training("Llama3.1-8B", "as_published", "fp16", number, k=k)
     points = []
     for words, bytes_a_token in STACKS.items():
@@ -70,7 +70,7 @@ def stacks(number: int, k: int = 64) -> dict[str, Any]:
 
 
 def curve(arm: str, number: int, nudge: float = 0.0) -> dict[str, Any]:
-    """Fig. 19: a falling loss; ``nudge`` moves the last training loss."""
+    """Make a record for Fig. 19: a falling loss; ``nudge`` moves the last training loss."""
     losses = [10.0 - 0.1 * step for step in range(8)]
     losses[-1] += nudge
     system, name = ARMS[arm]
@@ -96,7 +96,8 @@ def curve(arm: str, number: int, nudge: float = 0.0) -> dict[str, Any]:
 
 
 def step_times(model: str, number: int, k: int = 32) -> dict[str, Any]:
-    """Tables IV and VI, Fig. 20: arms that took turns; MemAscend wins more at the smaller batch."""
+    """Make a record for Tables IV and VI and Fig. 20: arms that took
+    turns; MemAscend wins more at the smaller batch."""
     twin = model_spec(model).twin(k)
     points = []
     for batch in (1, 4):
@@ -115,7 +116,7 @@ def step_times(model: str, number: int, k: int = 32) -> dict[str, Any]:
 
 
 def full_sweeps() -> list[dict[str, Any]]:
-    """What a long profile leaves."""
+    """Return the records that a long profile leaves."""
     out = [sweep(m, a, 200 + i) for i, (m, a) in enumerate(model_pairs())]
     out += [stacks(300), curve("as_published", 301), curve("memascend", 302)]
     for i, arm in enumerate(("as_published", "memascend")):
@@ -126,7 +127,7 @@ def full_sweeps() -> list[dict[str, Any]]:
 
 
 def smoke_sweeps() -> list[dict[str, Any]]:
-    """What the smoke profile leaves: one model."""
+    """Return the records that the smoke profile leaves: one model."""
     out = [sweep("Qwen2.5-7B", arm, 200 + i, k=64) for i, arm in enumerate(("as_published", "memascend"))]
     return [*out, stacks(300), curve("as_published", 301), curve("memascend", 302), step_times("qwen2.5-7b", 310)]
 

@@ -1,4 +1,4 @@
-"""An artifact's zip: what it holds, and what a check of it finds. `make smoke` makes one and checks it."""
+"""An artifact's zip: its contents, and the findings of a check. `make smoke` makes one and checks it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MANIFEST = {
     "exhibits": {name: {"published": "results/published", "reference": [], **each} for name, each in EXHIBITS.items()},
 }
 CLAIM = {"claim_id": "memascend-fig08-pool-memascend", "exhibit_id": "memascend-fig08", "lane": "measured"}
-TERMS = {  # of RO-Crate 1.1's context, the ones that we use
+TERMS = {  # the terms of RO-Crate 1.1's context that we use
     *("@id", "@type", "about", "actionStatus", "agent", "author", "citation", "conformsTo", "contentSize"),
     *("datePublished", "description", "encodingFormat", "endTime", "error", "hasPart", "instrument", "license"),
     *("location", "mainEntity", "mentions", "name", "object", "position", "programmingLanguage", "result"),
@@ -58,7 +58,7 @@ def lines(verdict: str = "reproduced") -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a bundle of two exhibits and one run holds, unpacked."""
+    """Make the contents of a bundle of two exhibits and one run, unpacked."""
     made = tmp_path / "memascend-0.1.0-smoke"
     record = header("train-a", "training", 7) | {"wall_s": 12.25}
     texts = {
@@ -151,7 +151,7 @@ def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, 
     (again / "tables/exhibits/extra.csv").write_text("a\n")
     (again / "tables/claims.csv").write_text(lines("deviates"))
     (again / "claims.json").write_text("[]")
-    # What a bundle's own programs do to its files afterwards changes nothing.
+    # Later changes of the files by a bundle's own programs have no effect.
     (folder / "tables/claims.csv").write_text(lines("deviates"))
     found = {kind: names for kind, names in verify.compared(said, again).items() if names}
     assert found == {
@@ -199,7 +199,7 @@ def test_damage_inside_of_a_file_is_one_line(folder: Path, tmp_path: Path) -> No
 
 
 def run_on(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
-    """The one line with which a check ends that cannot be made."""
+    """Return the one line with which a check that is impossible ends."""
     monkeypatch.setattr(verify, "redraw", lambda *args, **kwargs: pytest.fail("it was drawn again"))
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(sys, "argv", ["verify", str(path), *more])
@@ -207,7 +207,7 @@ def run_on(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert error.count(str(path)) <= 1
-    assert "memascend-verify-" not in error  # where it was unpacked
+    assert "memascend-verify-" not in error  # the folder where it was unpacked
     return error
 
 
@@ -283,14 +283,14 @@ def test_a_manifest_of_another_shape_is_one_line(folder: Path, text: str) -> Non
 
 
 def test_the_installed_extension_is_found_without_torch(folder: Path, tmp_path: Path) -> None:
-    """As a program of its own, where nothing has loaded torch's libraries."""
+    """It is found by a separate program, where torch's libraries are not loaded yet."""
     (folder / "source/memascend").mkdir()
     program = "import pathlib, sys; from workflows.artifact import verify; "
     program += "verify.redraw(*map(pathlib.Path, sys.argv[1:]), build=False)"
     command = [sys.executable, "-c", program, str(folder), str(tmp_path)]
     done = subprocess.run(command, cwd=registry.ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
-    assert "ValueError: drawing again failed" in done.stderr  # this bundle has no sources: it came that far
+    assert "ValueError: drawing again failed" in done.stderr  # this bundle has no sources, so it got as far as it can
 
 
 def test_a_failure_of_the_bundle_s_own_sources_is_one_line(folder: Path, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_snakemake_s_report_has_a_title_a_caption_and_verdicts_for_every_exhibit
     known = Configuration(CONFIG | {"derived_dir": str(folder / "tables")}, [])
     labels = {name: known.report_labels(name) for name in known.built}
     assert all(isinstance(text, str) and text for each in labels.values() for text in each.values())
-    assert not any("{" in text for each in labels.values() for text in each.values())  # they are patterns of wildcards
+    assert not any("{" in text for each in labels.values() for text in each.values())  # those are patterns of wildcards
     assert labels["memascend-fig08"]["verdicts"] == "1 reproduced"
     assert all(known.caption(name) for name in known.built)
     assert known.paper_of("lohan-fig07a") == "LoHan"

@@ -1,4 +1,4 @@
-"""A benchmark's result becomes a record that the schema knows."""
+"""A benchmark's result becomes a record that is valid by the schema."""
 
 import json
 import os
@@ -60,12 +60,12 @@ def slow(part, options):
 )
 def test_every_part_makes_a_valid_record(tmp_path, monkeypatch, part, options):
     out = tmp_path / f"bench-{part}.json"
-    if part != "nvme":  # whose program keeps what DeepSpeed says when it is imported out of its output
+    if part != "nvme":  # its program keeps DeepSpeed's import messages out of its output
         monkeypatch.setattr(bench_record, "subprocess", forked.FORKING)
     assert bench_record.main(["--part", part, "--out", str(out), "--", *options]) == 0
     record = json.loads(out.read_text())
     schema = json.loads((SCHEMAS / "record.schema.json").read_text())
-    for clause in schema["allOf"]:  # the ledger's schema, in a file of its own, is for training records
+    for clause in schema["allOf"]:  # the ledger's schema, in a separate file, is for training records
         clause["then"].get("properties", {}).pop("ledger", None)
     jsonschema.validate(record, schema)
     assert (record["kind"], record["benchmark"], record["run_id"]) == ("bench", part, f"bench-{part}")

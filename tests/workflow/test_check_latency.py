@@ -1,4 +1,4 @@
-"""MemAscend Fig. 12: what was measured, what a line says beyond it, and that the two are told apart."""
+"""MemAscend Fig. 12: measured values, extrapolation by a line, and that both are distinguished."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_of_small_sizes_says_nothing_of_growth_and_average(tmp_path: Path)
 @pytest.mark.parametrize("exponent", [1.0, 1.3])
 def test_the_growth_exponent_is_found(exponent: float) -> None:
     line = {n: 1e-9 * n**exponent for n in (1_000_000, 64_000_000, 128_000_000, 300_000_000)}
-    line[1_000_000] *= 100  # in the caches: not looked at
+    line[1_000_000] *= 100  # in the caches, so it must be ignored
     assert check_latency.growth_exponent(line) == pytest.approx(exponent)
 
 

@@ -1,4 +1,4 @@
-"""Scratch folders of measurements: gone at the end, and collected where their owner was killed."""
+"""Scratch folders of measurements are removed at the end, and collected if their owner was killed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_freed_memory_stays_where_time_is_measured_and_goes_where_memory_is() ->
         return int(subprocess.run([sys.executable, "-c", FAULTS], env=env, stdout=subprocess.PIPE, check=True).stdout)
 
     assert faults("time") < 100
-    assert faults("memory") >= 10 * (8 << 20) // (2 << 20)  # at least one a huge page
+    assert faults("memory") >= 10 * (8 << 20) // (2 << 20)  # at least one per huge page
 
 
 def test_settings_of_another_mode_are_not_inherited(monkeypatch) -> None:
@@ -107,7 +107,7 @@ def test_settings_of_another_mode_are_not_inherited(monkeypatch) -> None:
 
 
 def test_the_rules_know_which_runs_a_server_forks(tmp_path: Path, monkeypatch) -> None:
-    """They are no children of their job, and its benchmark would count nothing of them (workflows/rules/runs.smk)."""
+    """They are not children of their job, so its benchmark would count nothing of them (workflows/rules/runs.smk)."""
     monkeypatch.setenv(children.SOCKET, "a socket")
     monkeypatch.setattr(children, "ForkedRun", lambda *request: "forked")
     monkeypatch.setattr(children.subprocess, "Popen", lambda *command, **how: "spawned")

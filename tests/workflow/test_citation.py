@@ -1,4 +1,4 @@
-"""CITATION.cff, .zenodo.json and codemeta.json say the same, and what the project and its papers' folders say."""
+"""CITATION.cff, .zenodo.json and codemeta.json agree with each other, with the project and with its papers' folders."""
 
 import json
 import re

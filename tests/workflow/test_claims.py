@@ -1,4 +1,4 @@
-"""Verdicts."""
+"""Verdicts on claims."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLAIMS = registry.claims()
 
 
 def table(*rows: tuple[str, str, str, str]) -> pd.DataFrame:
-    """Rows of (lane, series, value, testbed) with metric "peak" and model "M"."""
+    """Return rows of (lane, series, value, testbed) with metric "peak" and model "M"."""
     cells = [{"lane": a, "series": s, "value": v, "testbed": t, "metric": "peak", "model": "M"} for a, s, v, t in rows]
     return pd.DataFrame(cells).reindex(columns=tidy.COLUMNS, fill_value="").fillna("")
 
@@ -51,7 +51,7 @@ def changed(**more: object) -> dict:
 
 
 def page_of(verdicts: list[claims.Verdict], claim: dict = CLAIM) -> str:
-    """The page of claims that holds these verdicts of one claim, as if they were of an exhibit that is built."""
+    """Return the page of claims with these verdicts on one claim, as if its exhibit were built."""
     where = "memascend-fig03"
     shown = [judged.judged(dataclasses.replace(each, exhibit_id=where), claim) for each in verdicts]
     one = content.Exhibit(where, "memascend", "Figure 3", "A title", Markup(""), [], [], shown, [], Markup(""), [])
@@ -245,7 +245,7 @@ RECORDED = [v for path in sorted(ROOT.glob("results/reference/*/*claims.csv")) f
 
 
 def causes(claim: dict) -> dict[str, str]:
-    """Lane -> why the claim deviates there, where somebody says so."""
+    """Return why the claim deviates, by lane, where a reason is given."""
     return {lane: said["deviates_because"] for lane, said in claim["lanes"].items() if "deviates_because" in said}
 
 

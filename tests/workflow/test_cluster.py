@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster: what they ask for, and a Slurm of two nodes on this machine that they go to."""
+"""Runs as jobs of a cluster: what they request, and a Slurm of two nodes on this machine that runs them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_on_nodes_lock_swap_files_and_measured_drive_are_the_node_s_own(monkeypa
 
 
 def test_a_job_whose_processes_are_its_own_is_sampled_by_snakemake(monkeypatch) -> None:
-    """Which that is, of the runs that a server forks or not: tests/workflow/test_children.py."""
+    """tests/workflow/test_children.py tests which runs a server forks."""
     not_sampled = re.compile(known(monkeypatch).not_sampled)
     assert not_sampled.fullmatch(SHARED)
     assert not not_sampled.fullmatch(TIMED)
@@ -95,7 +95,7 @@ def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
 
 
 def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_path, monkeypatch) -> None:
-    """So that two that share a file system never write one record, nor take each other's for theirs."""
+    """Two hosts that share a file system thus never write one record, nor take each other's records for their own."""
     monkeypatch.setenv("MEMASCEND_HOST", "of-the-caller")
     here = known(monkeypatch, node=NODE, host="genoa")
     other = known(monkeypatch, node=NODE, host="milan")
@@ -103,7 +103,7 @@ def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_pat
     assert f"--out results/raw/genoa/{TIMED}.json" in here.command(TIMED)
     assert here.artifact.startswith("artifact/genoa/memascend-")
     assert set(here.all_records(here.built)).isdisjoint(other.all_records(other.built))
-    # A bundle reads the same configuration once more.
+    # A bundle reads the same configuration again.
     assert Configuration(json.loads(json.dumps(here.config)), []).raw == here.raw
     console.leave_servers(here)
     assert provenance.host.__wrapped__()["name"] == "genoa"
@@ -242,7 +242,7 @@ TIMED_ONES = ("kernel-overflow-smoke", "kernel-adamw-smoke")
 
 
 def verdicts(fresh: Path) -> dict[str, str]:
-    """Measured verdicts on Table II."""
+    """Return the measured verdicts on Table II."""
     mine = [claim for claim in registry.claims() if claim["exhibit_id"] == "memascend-tab02"]
     found = claims.decide_all(mine, fresh / "derived" / "exhibits")
     return {verdict.claim_id: verdict.verdict for verdict in found if verdict.lane == "measured"}
@@ -254,7 +254,7 @@ def test_runs_go_to_nodes_none_beside_a_timed_one_and_a_lost_node_s_run_is_made_
     if reason := plugin_missing("slurm") or slurm_cluster.missing():
         pytest.skip(reason)
     monkeypatch.chdir(ROOT)
-    # Half of a node's cores and memory: without --exclusive two timed runs would fit beside each other.
+    # Half of a node's cores and memory: without --exclusive two timed runs would fit on one node.
     (tmp_path / "node.yaml").write_text("node: {cores: 2, memory_gib: 4}\n")
     words = ["--workflow-profile", "profiles/slurm", "--configfile", str(tmp_path / "node.yaml")]
     words += ["--slurm-init-seconds-before-status-checks", "5", "--slurm-status-command", "squeue"]
@@ -290,7 +290,7 @@ def test_runs_go_to_nodes_none_beside_a_timed_one_and_a_lost_node_s_run_is_made_
     sampled = {path.stem: path.read_text().split("\n")[1].split("\t") for path in tables}
     assert sampled.keys() == {path.stem for path in (tmp_path / "raw").glob("*.json")}
     assert all(float(line[2]) > 100 for run_id, line in sampled.items() if run_id.startswith("train-")), sampled  # MiB
-    for run_id in TIMED_ONES:  # on a busy machine a run's own limit may come first: that is a record, and no lost job
+    for run_id in TIMED_ONES:  # on a busy machine a run may reach its own limit first: that is a record, not a lost job
         assert json.loads((tmp_path / "raw" / f"{run_id}.json").read_text())["status"] in ("ok", "timeout")
     local = tmp_path / "local"
     command = [sys.executable, "-m", "snakemake", "--cores", "2", "memascend-tab02", "--config", *folders(local)]
@@ -307,5 +307,5 @@ def is_timed(job: slurm_cluster.Job) -> bool:
 
 
 def log_of(fresh: Path, job: slurm_cluster.Job) -> Path:
-    """What a run's program says: there once its command has begun."""
+    """Return the log of a run's program, which exists once its command has begun."""
     return fresh / "raw" / "logs" / f"{job.comment.removeprefix('rule_record_wildcards_')}.log"

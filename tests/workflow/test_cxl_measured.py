@@ -21,7 +21,7 @@ def bench(benchmark: str, points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rows_of(folder: Path, record: dict[str, Any]) -> dict[tuple[str, str, str], float]:
-    """(metric, series, x) -> value."""
+    """Return the values by (metric, series, x)."""
     rows = measured_rows("cxl", load(write_records(folder, [record])))
     assert set(rows["lane"]) <= {"measured"}
     return {(r.metric, r.series, r.x_value): float(r.value) for r in rows.itertuples()}

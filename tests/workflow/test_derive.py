@@ -31,7 +31,7 @@ def number(table: pd.DataFrame, **where: str) -> float:
 
 
 def test_records_of_two_machines_under_one_name_are_refused_with_both_files(tmp_path: Path) -> None:
-    """As two nodes of a cluster leave them: a table would join their numbers."""
+    """Two nodes of a cluster may leave such records; a table would mix their numbers."""
     mine, theirs = training("Qwen2.5-7B", "as_published", "fp16", 1), training("Qwen2.5-7B", "as_published", "bf16", 1)
     theirs["host"] = {**theirs["host"], "cpu": "another processor"}
     with pytest.raises(tidy.TableError, match=r"fp16\S+json and \S+bf16\S+json are of two machines .*\(--config host="):

@@ -127,7 +127,8 @@ def test_an_older_records_direct_only_is_as_published_on_the_direct_engine(tmp_p
 
 
 def test_another_deepspeed_in_the_same_rounds_is_set_beside_memascend(tmp_path: Path) -> None:
-    """An arm of the same name in two environments is two arms. MemAscend's own seconds are another record's rows."""
+    """An arm of the same name in two environments counts as two arms.
+    MemAscend's own seconds are rows of another record."""
     record = step_times("qwen2.5-7b", 1)
     mine = next(p for p in record["points"] if p["arm"] == "memascend" and p["dtype"] == "fp16" and p["batch"] == 1)
     old = mine | {"system": "zero_infinity", "arm": "as_published", "forward_s": [2.0, 2.0, 8.0]}

@@ -1,4 +1,4 @@
-"""What the pages quote of `memascend plan` is what it prints: blocks that begin with `$ memascend plan`."""
+"""The pages' quotations of `memascend plan`, in blocks that begin with `$ memascend plan`, are what it prints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def quotes() -> list[tuple[str, str, str]]:
-    """(page, command, what is quoted) of every such block."""
+    """Return (page, command, quoted text) of every such block."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             command, _, text = block.partition("\n")
-            of_the_reader = "--ds-config" in command  # a file that the page does not hold
+            of_the_reader = "--ds-config" in command  # a file that the page does not have
             if not language and command.startswith("$ memascend plan ") and not of_the_reader:
                 found.append((page.relative_to(ROOT).as_posix(), command[2:], text))
     return found
@@ -40,7 +40,7 @@ def test_pages_quote_plans() -> None:
 def test_a_quoted_plan_is_what_the_command_prints(
     page: str, command: str, quoted: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece where dots stand for what is left out."""
+    """Compared piece by piece where dots mark an omission."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.chdir(ROOT)
     main(shlex.split(command)[1:])

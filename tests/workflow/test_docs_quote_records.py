@@ -1,4 +1,4 @@
-"""What the pages say of speed, the streaming engine's and a placement's, is what the committed records say."""
+"""The pages' numbers on speed, of the streaming engine and of a placement, are those of the committed records."""
 
 import json
 from pathlib import Path

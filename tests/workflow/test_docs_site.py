@@ -1,4 +1,4 @@
-"""The documentation site: its navigation, its generated pages, and the tutorial that adds a system, typed."""
+"""The documentation site: its navigation, its generated pages, and the tutorial that adds a system, executed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 
 
 def entries(nav: list) -> list[str]:
-    """The pages of a navigation, in its order."""
+    """Return the pages of a navigation in its order."""
     found: list[str] = []
     for each in nav:
         inner = next(iter(each.values())) if isinstance(each, dict) else each
@@ -31,7 +31,7 @@ def entries(nav: list) -> list[str]:
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, str]:
-    """Markdown by command, as the site has it."""
+    """Return the Markdown by command, as the site has it."""
     done = subprocess.run(
         [sys.executable, str(DOCS / "site/commands.py")], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -71,7 +71,7 @@ LINES = [line for language, block in BLOCKS if not language for line in block.sp
 
 @pytest.fixture
 def typed(tmp_path: Path) -> dict[str, str]:
-    """The environment of a shell in a folder where the tutorial's files were saved."""
+    """Return the environment of a shell in a folder where the tutorial's files were saved."""
     for name, text in re.findall(r"^Save as `([^`]+)`:\n\n```\w+\n(.*?)^```", TUTORIAL, re.M | re.S):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -80,7 +80,7 @@ def typed(tmp_path: Path) -> dict[str, str]:
 
 
 def outputs(environment: dict[str, str], folder: Path, beginning: str) -> list[subprocess.CompletedProcess[str]]:
-    """Of the tutorial's commands that begin like this, in its order."""
+    """Run the tutorial's commands that begin like this, in its order; return their results."""
     commands = [shlex.split(line) for line in LINES if line.startswith(beginning)]
     assert commands
     start = {"memascend": [sys.executable, "-m", "memascend.cli"], "PYTHONPATH=.": [sys.executable]}

@@ -1,4 +1,4 @@
-"""What makes tables and pictures: forks of one process, each with its own words and status."""
+"""Tables and pictures are made by forks of one process, each with its own arguments and status."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# A server of programs that do what their first word says.
+# A server of programs that execute their first argument.
 SERVER = """
 import sys, types
 from workflows.derive import server

@@ -1,4 +1,4 @@
-"""What the profiles measure."""
+"""Coverage of the measured exhibits by the profiles."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
     measured = {
         e["id"] for e in entries if e["status"] == "built" and "measured" in e["lanes"] and e["kind"] != "spec-table"
     }
-    measured &= {e["id"] for e in entries if e["paper"] == "memascend"}  # of the others what is published is shown
-    # Experts that are not fused need an environment of their own, which only the profile full asks for.
+    measured &= {e["id"] for e in entries if e["paper"] == "memascend"}  # only published values of the others are shown
+    # Unfused experts need a separate environment, which only the profile full uses.
     measured -= {"memascend-fig18"} if profile != "full" else set()
     assert measured <= {exhibit for group in groups(profile) for exhibit in group["exhibits"]}
 
 
 def test_an_exhibit_lists_measured_only_where_a_run_or_a_committed_record_makes_a_row() -> None:
     named = {exhibit for profile in PROFILES for group in groups(profile) for exhibit in group["exhibits"]}
-    named |= {"memascend-tab03", "memascend-tab05"}  # the probed machine's
+    named |= {"memascend-tab03", "memascend-tab05"}  # those of the probed machine
     for path in (ROOT / "results/reference").glob("*/*.json"):
         named |= set(json.loads(path.read_text()).get("exhibits", []))
     assert {entry["id"] for entry in registry.exhibits() if "measured" in entry["lanes"]} == named
@@ -117,7 +117,7 @@ def test_schemas_are_themselves_valid() -> None:
 
 
 def test_every_size_that_a_profile_benches_is_taken(monkeypatch) -> None:
-    """Counts of layers have a bound that elements go beyond: quick and full asked for more than was taken."""
+    """Counts of layers have a limit that elements may exceed: quick and full requested more than was accepted."""
     asked: list[int] = []
     nothing = {"missing": {}, "summary": []}
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The flagship run: a training under a memory limit, killed on the way, beside what bounds its steps."""
+"""The flagship run: a training under a memory limit, killed on the way, and the limits of its steps."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_products_are_those_of_the_models_matrices(tmp_path):
     args = flagship.parse(words(tmp_path))
     products = flagship.product_seconds(args)
     in_blocks = sum(row["count"] for row in products["matrices"] if row["in_block"])
-    assert in_blocks == 32 * 7  # of attention four, of the MLP three
+    assert in_blocks == 32 * 7  # four of attention, three of the MLP
     assert [row["count"] for row in products["matrices"] if not row["in_block"]] == [1]  # the head
     assert products["seconds"] > 0
 

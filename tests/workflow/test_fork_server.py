@@ -1,4 +1,4 @@
-"""The fork server: runs end as spawned ones do, whoever dies first."""
+"""The fork server: runs end as spawned ones do, whichever process dies first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workflows.run import children
 from workflows.run.fork_server import SOCKET, ForkedRun
 
 ROOT = Path(__file__).resolve().parents[2]
-# A server of runs that do what the job says; it notes when it prepares.
+# A server of runs that execute the job's code; it records when it prepares.
 SERVER = """
 import json, os, pathlib, sys, time
 from workflows.run.fork_server import Server
@@ -94,7 +94,7 @@ def test_a_run_talks_over_the_descriptors_that_its_job_names(server, tmp_path: P
     os.write(turn_out, b"your turn")
     assert os.read(done_in, 100) == b"YOUR TURN"
     assert run.wait(20) == 0
-    assert os.read(done_in, 100) == b""  # neither the server nor anybody else holds the other end
+    assert os.read(done_in, 100) == b""  # neither the server nor any other process has the other end open
     for descriptor in (turn_out, done_in):
         os.close(descriptor)
 
@@ -138,7 +138,7 @@ def test_runs_die_with_the_server_and_that_is_no_lack_of_memory(server, tmp_path
         run.wait(0.1)
     assert run.poll() is None
     server.kill()
-    assert run.wait(20) == 255  # SIGKILL of a run is read as out of memory
+    assert run.wait(20) == 255  # SIGKILL of a run would be read as out of memory
     assert ended(run.pid)
 
 

@@ -18,7 +18,7 @@ def record(name):
 
 def test_pages_say_what_the_records_say():
     found, predicted = record("full-size.json"), record("full-size-foretold.json")
-    now = {"foretold_bytes": "predicted_bytes", "of_the_foretold": "of_the_predicted"}  # its keys since
+    now = {"foretold_bytes": "predicted_bytes", "of_the_foretold": "of_the_predicted"}  # its current keys
     for case, each in found["summary"].items():
         assert each["foretold_bytes"] == predicted["summary"][case]["full_bytes"]["8"]
         as_now = {now.get(key, key): value for key, value in each.items()}
@@ -90,5 +90,5 @@ def test_small_twins_of_two_kinds_predict_their_like(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())["summary"]
     for each in found.values():
         coarse, fine = (each["full_bytes"][k] for k in ("32", "16"))
-        assert 0.8 < coarse / fine < 1.6  # what does not scale weighs more in the smaller one
+        assert 0.8 < coarse / fine < 1.6  # the part that does not scale has more weight in the smaller one
     assert not list((tmp_path / "nvme").iterdir())

@@ -1,4 +1,4 @@
-"""The badge list is executed: a line is met if its command succeeded, never if it needs the outside world."""
+"""The badge list is executed: a line is met if its command succeeded, and never if it needs the outside world."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_list_is_one_that_can_be_run():
     for number, each in enumerate(LINES):
         assert bool(each.command) != bool(each.outside), each.name
         assert set(each.needs) <= set(names[:number]), each.name
-        # Tests load the library, and that its extension.
+        # Tests load the library, which loads its extension.
         assert "build" in each.needs or "pytest" not in each.command, each.name
     assert {each.name for each in LINES if each.outside} == {"archive", "others"}
 
@@ -250,7 +250,7 @@ def test_a_check_that_is_called_in_a_wrong_way_is_not_one_that_is_not_met(capsys
 
 
 def test_every_run_of_the_usual_profile_has_its_seconds_in_a_committed_reference(monkeypatch):
-    """Else the line `resources` is not met on a fresh clone, which has no records of its own."""
+    """Otherwise the line `resources` is not met on a fresh clone, which has no records of its own."""
     monkeypatch.chdir(ROOT)
     known = Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()), [])
     seconds = [json.loads(path.read_text()) for path in Path("results/reference").glob("*/times.json")]
@@ -267,7 +267,7 @@ def test_an_exhibit_whose_runs_nobody_timed_is_named_with_the_way_to_note_them(m
 
 
 def pools(factor: float) -> list[dict[str, str]]:
-    """Rows of Fig. 11 as runs of the twins leave them, with MemAscend's pool times a factor."""
+    """Return rows of Fig. 11 as runs of the twins leave them, with MemAscend's pool times a factor."""
     gib = {
         "Llama3.1-8B": (8.81, 2.36),
         "Qwen2.5-7B": (9.14, 2.33),
@@ -284,7 +284,7 @@ def pools(factor: float) -> list[dict[str, str]]:
 
 
 def test_an_exhibit_is_judged_by_its_own_table_and_not_met_where_it_deviates_without_a_reason(tmp_path, monkeypatch):
-    """Where one exhibit was drawn, no other has a table. Some claims on this one deviate for a committed reason."""
+    """If one exhibit was drawn, no other has a table. Some claims on this one deviate for a committed reason."""
     folder = tmp_path / "results/derived/exhibits"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -297,7 +297,7 @@ def test_an_exhibit_is_judged_by_its_own_table_and_not_met_where_it_deviates_wit
 
 
 def test_the_exhibit_that_is_measured_has_a_claim_that_the_smallest_profile_can_decide(monkeypatch):
-    """Without models beyond those of its runs there: one over four models has no verdict where one was run."""
+    """Its models are those of the exhibit's runs there: a claim over four models has no verdict if one was run."""
     monkeypatch.chdir(ROOT)
     (command,) = (each.command for each in LINES if each.name == "measured")
     exhibit = command.split()[-1]
@@ -327,7 +327,7 @@ def test_the_page_in_the_docs_has_every_line_with_what_the_committed_results_say
 
 
 def test_the_lines_that_the_committed_results_do_not_meet_are_those_that_no_checkout_can():
-    """What ran and failed for a reason of ours is repaired, not published."""
+    """A failure that is our fault is repaired, not published."""
     said = json.loads((ROOT / "docs/badges.json").read_text())
     left = {each["name"]: each["status"] for each in said["lines"] if each["status"] != MET}
     assert left.items() <= {"archive": OUTSIDE, "version": NOT_MET, "others": OUTSIDE}.items()

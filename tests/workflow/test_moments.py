@@ -1,4 +1,4 @@
-"""The comparison of fp32, bf16 and 8-bit states: runs that go on where they were cut off, and the record."""
+"""The comparison of fp32, bf16 and 8-bit states: runs that resume where they were cut off, and the record."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(whole, tmp_path, monk
         (tmp_path / "kept" / made.name).write_bytes(made.read_bytes())
     with pytest.raises(KeyboardInterrupt):
         moments.main(words(tmp_path / "kept", tmp_path / "again.json", "--formats", "int8"))
-    done.append(None)  # from here on it may go on
+    done.append(None)  # from here on it may continue
     assert moments.main(words(tmp_path / "kept", tmp_path / "again.json", "--formats", "int8")) == 0
     assert done == [1, 2, 3, 4, None, 4, 5, 6]
     expected = losses(json.loads((whole / "whole.json").read_text()))

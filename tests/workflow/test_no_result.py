@@ -32,7 +32,7 @@ CLAIM = {
 
 
 def ended(folder: Path, words: str, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """What the rule's command line leaves for a benchmark that does not come to its end."""
+    """Return the record that the rule's command line leaves for a benchmark that does not finish."""
     (folder / "logs").mkdir()
     run = {"module": "bench", "words": words, "alone": False, "environments": [], "time_limit_s": limit}
     known = SimpleNamespace(run=lambda _: run, raw=str(folder), lock=f"{folder}/.machine.lock", node=None)

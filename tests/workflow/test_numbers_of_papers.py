@@ -1,6 +1,6 @@
-"""Each paper's list of numeric statements (`numbers.yaml`): its claims are on it, and nearly all results have one.
+"""Each paper's list of numeric statements (`numbers.yaml`) has all its claims, and nearly all results have a claim.
 
-The papers' texts are not part of the repository. With them in a folder that MEMASCEND_PAPER_TEXTS names (one .txt a
+The papers' texts are not part of the repository. If MEMASCEND_PAPER_TEXTS names a folder with them (one .txt per
 paper), every quote is also looked up, in order.
 """
 
@@ -23,7 +23,7 @@ TEXTS = os.environ.get("MEMASCEND_PAPER_TEXTS", "")
 
 
 def plain(text: str) -> str:
-    """Letters, digits, points and percent signs, without what extraction spells in several ways."""
+    """Return letters, digits, points and percent signs, without words that text extraction spells in several ways."""
     return re.sub(r"[^a-z0-9.%]+", "", re.sub(r"times|tildelow", "", text.lower()))
 
 
@@ -45,7 +45,7 @@ def pointed_at(entry: dict[str, Any]) -> list[str]:
 
 
 def distinct(listed: list[dict[str, Any]], way: str) -> int:
-    """Distinct results of the entries that have `claims`, or `no_claim`."""
+    """Return the number of distinct results of the entries that have `claims`, or `no_claim`."""
     return sum(entry.get("results", 1) for entry in listed if entry["kind"] == "result" and way in entry)
 
 

@@ -1,4 +1,4 @@
-"""MemAscend Fig. 14: medians, gains over the sizes, and what they are relative to."""
+"""MemAscend Fig. 14: medians, gains over the sizes, and their reference."""
 
 from __future__ import annotations
 

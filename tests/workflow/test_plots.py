@@ -1,4 +1,4 @@
-"""Every exhibit draws, from a full table and from a poor one, and the same table gives the same picture."""
+"""Every exhibit is drawn, from a full table and from a sparse one, and the same table gives the same picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LANES = ("published", "modelled")
 
 
 def lane_of(paper: str) -> pd.DataFrame:
-    """The modelled lane of a paper whose exhibits are drawn without a record."""
+    """Return the modelled lane of a paper whose exhibits are drawn without a record."""
     return pd.DataFrame([] if paper == "memascend" else list(modelled(paper)), columns=tidy.COLUMNS, dtype=str)
 
 
@@ -53,7 +53,7 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
     plt.close(figure)
 
 
-@pytest.mark.parametrize(  # each sixth; `make smoke` draws all of them
+@pytest.mark.parametrize(  # one in six; `make smoke` draws all of them
     "exhibit", [pytest.param(name, marks=[pytest.mark.slow] * (n % 6 > 0)) for n, name in enumerate(UNMEASURED)]
 )
 def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_so(exhibit: str) -> None:
@@ -205,7 +205,7 @@ def test_two_ranks_are_shown_beside_one(full: Path) -> None:
 
 
 def test_a_listing_keeps_its_indentation_in_a_browser() -> None:
-    """Which makes one space of several, and none of those at the beginning."""
+    """A browser merges several spaces into one, and drops those at the beginning."""
     gap = "\N{NO-BREAK SPACE}"
     shown = text.indented("for layer:\n    volume += 1  # bytes\n return")
     assert shown == f"for layer:\n{4 * gap}volume += 1{2 * gap}# bytes\n{gap}return"
@@ -217,7 +217,7 @@ def test_a_listing_keeps_its_indentation_in_a_browser() -> None:
 
 @pytest.mark.parametrize("paper", registry.PAPERS)
 def test_widths_are_said_of_panels_that_are_always_drawn(paper: str) -> None:
-    """One for each column: an optional panel, which is left out without its metric, has a column of its own."""
+    """There is one width per column: an optional panel, which is omitted without its metric, has a separate column."""
     for exhibit, spec in registry.figures(paper).items():
         if "widths" in spec:
             assert len(spec["widths"]) == spec.get("columns", len(spec["panels"])), exhibit

@@ -1,4 +1,4 @@
-"""What a committed reference says of claims is what its records decide."""
+"""A committed reference's verdicts on claims are those that its records decide."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ FOLDERS = sorted({path.parent for path in (registry.ROOT / "results/reference").
 def test_the_claims_of_a_reference_are_those_that_its_records_decide(folder: Path) -> None:
     verdicts = reference.decided_by(folder)
     assert verdicts == claims.read_verdicts(folder / "claims.csv"), "python -m workflows.derive.reference --records ..."
-    assert {verdict.lane for verdict in verdicts} <= {"measured"}  # none where the records are of no claim
+    assert {verdict.lane for verdict in verdicts} <= {"measured"}  # there are none if the records belong to no claim
 
 
 def test_the_seconds_of_runs_are_kept_without_their_records_where_that_is_asked_for(tmp_path: Path) -> None:
-    """Of a busy machine: the minutes that a run takes are known, and no number of it is anybody's reference."""
+    """On a busy machine the minutes of a run are useful, but none of its numbers may be a reference."""
     kept = json.loads((registry.ROOT / "results/reference/xeon-amx-2core/bench-saves.json").read_text())
     path = tmp_path / "bench-saves.json"
     path.write_text(json.dumps({**kept, "dirty": True, "wall_s": 61.26}))

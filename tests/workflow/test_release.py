@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution must hold; building and trying one as a stranger is slow (make release)."""
+"""The contents of a wheel and a source distribution; building and trying one as a stranger is slow (make release)."""
 
 import io
 import shutil
@@ -111,7 +111,7 @@ def test_a_source_distribution_has_the_package_the_cpp_and_no_links(source):
 
 
 def test_the_extension_is_compiled_for_every_processor():
-    """The instruction set is chosen when it runs: a wheel that was built for one processor would crash on another."""
+    """The instruction set is chosen at run time: a wheel that was built for one processor would crash on another."""
     assert "-march" not in (ROOT / "setup.py").read_text()
 
 
@@ -141,7 +141,7 @@ def test_hosted_ci_releases_what_make_release_made():
 
 
 def test_a_stranger_has_no_checkout_on_the_path(monkeypatch, tmp_path):
-    """With one, pip finds memascend there and installs nothing."""
+    """With a checkout on the path, pip finds memascend there and installs nothing."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("MEMASCEND_SYSTEMS", str(ROOT))
     found = tools.clean(tmp_path)

@@ -1,4 +1,4 @@
-"""The report as a browser gets it: links lead somewhere, every exhibit has its page, every deviation says why."""
+"""The report as a browser gets it: links work, every exhibit has its page, every deviation has its reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workflows.derive.site.templates import HERE, opening, slug
 
 @pytest.fixture(scope="module")
 def lines(report_folder: Path) -> list[dict[str, str]]:
-    """The lines of claims.csv."""
+    """Return the lines of claims.csv."""
     with (report_folder / "claims.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -197,7 +197,7 @@ def test_more_than_the_tolerance_off_is_what_deviates_means(report_pages: dict[s
     for given, _ in report_pages["claims.html"].rows.values():
         if given["data-verdict"] in (claims.REPRODUCED, claims.DEVIATES):
             off = float(given["data-tolerances"])
-            # Of a value that is kept to six digits.
+            # The value is rounded to six digits.
             assert off <= 1.001 if given["data-verdict"] == claims.REPRODUCED else off >= 0.999, given["id"]
             decided += 1
     assert decided > 100
@@ -214,7 +214,7 @@ def test_every_claim_that_is_not_reproduced_shows_its_reason_on_both_its_pages(
         reason = reason or "No cause is recorded for this run."
         for name in ("claims.html", f"exhibits/{line['exhibit_id']}.html"):
             text = report_pages[name].rows[f"{line['claim_id']}.{line['lane']}"][1]
-            assert reason[1:] in text, f"{name}: {line['claim_id']}"  # the first letter is a capital there
+            assert reason[1:] in text, f"{name}: {line['claim_id']}"  # the page capitalises the first letter
         seen[line["verdict"]] += 1
     assert seen[claims.DEVIATES] > 10
     assert seen[claims.NOT_CHECKABLE] > 10
@@ -344,7 +344,7 @@ def test_the_committed_sets_of_claims_can_be_compared_with() -> None:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of #rrggbb (WCAG 2.1)."""
+    """Return the relative luminance of #rrggbb (WCAG 2.1)."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -17,7 +17,7 @@ from workflows.derive import claims
 
 
 def chromium() -> str:
-    """Path of the browser; the test is skipped where there is none."""
+    """Return the path of the browser; the test is skipped if there is none."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("chromium is not installed")
@@ -25,7 +25,7 @@ def chromium() -> str:
 
 
 def in_a_browser(address: str, tmp_path: Path, width: int = 1400) -> tuple[Page, str]:
-    """The page as it stands after its script has run, and what the console said."""
+    """Return the page after its script has run, and the messages on the console."""
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--enable-logging=stderr"]
     words += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1000", "--virtual-time-budget=20000"]
     done = subprocess.run([chromium(), *words, "--dump-dom", address], capture_output=True, text=True, timeout=240)
@@ -35,7 +35,7 @@ def in_a_browser(address: str, tmp_path: Path, width: int = 1400) -> tuple[Page,
 
 
 def slow(*values: object) -> object:
-    """Some seconds of a browser each."""
+    """Mark parameters whose tests take some seconds of a browser each."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -73,7 +73,8 @@ def test_search_finds_words_and_sorting_puts_the_farthest_first(report_folder: P
     assert said == ""
 
 
-# Chooses one file after the other in the page's file input, and notes what the page says of each; the last one stays.
+# Chooses one file after the other in the page's file input, and records
+# the page's message about each; the last one stays.
 CHOOSE = """addEventListener("load", async () => {
   const input = document.getElementById("compare-file"), said = [document.getElementById("shown").value];
   for (const text of %s) {
@@ -94,7 +95,8 @@ CHOOSE = """addEventListener("load", async () => {
 
 @pytest.fixture(scope="module")
 def sets(report_folder: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The lines of claims.csv, and those of another set: a verdict and a value changed, some missing, one more."""
+    """Return the lines of claims.csv, and those of another set: a verdict
+    and a value changed, some missing, one more."""
     with (report_folder / "claims.csv").open(newline="") as file:
         here = list(csv.DictReader(file))
     there = [dict(line) for line in here if line["lane"] == "measured"]
@@ -111,7 +113,7 @@ def other(verdict: str) -> str:
 
 
 def compared(page: Page) -> dict[str, list[str]]:
-    """State of a row beside the other set -> anchors."""
+    """Return the anchors of rows by their state compared with the other set."""
     found: dict[str, list[str]] = {}
     for anchor, (given, _) in page.rows.items():
         found.setdefault(given.get("data-compare", ""), []).append(anchor)
@@ -119,7 +121,7 @@ def compared(page: Page) -> dict[str, list[str]]:
 
 
 def expect_compared(page: Page, here: list[dict[str, str]], there: list[dict[str, str]]) -> None:
-    """Every claim beside the other set, and the counts of that at the head of the page."""
+    """Check every claim's state compared with the other set, and the counts at the head of the page."""
     before = {(line["claim_id"], line["lane"]): line for line in there}
     wanted: dict[str, list[str]] = {}
     for line in here:
@@ -137,7 +139,7 @@ def expect_compared(page: Page, here: list[dict[str, str]], there: list[dict[str
     (changed,), (moved,) = (wanted[state] for state in states[:2])
     given, text = page.rows[changed]
     assert f"1 {other(given['data-verdict'])} → {given['data-verdict']}" in page.text
-    assert "+100 %" in text  # there is half of here
+    assert "+100 %" in text  # the other value is half of this one
     assert "−50 %" in page.rows[moved][1]
 
 
@@ -153,7 +155,8 @@ def test_a_chosen_set_stands_beside_the_claims_and_a_bad_one_is_named(
     (copy / "claims.html").write_text(text)
     page, console = in_a_browser(f"{(copy / 'claims.html').as_uri()}#compare=verdict+changed", tmp_path)
     said = json.loads(re.search(r'id="said">(.*?)</script>', (tmp_path / "dom.html").read_text(), re.DOTALL)[1])
-    assert said.pop(0) == f"{len(here)} of {len(here)} verdicts"  # the address asks for changes beside no set
+    # the address requests changes, but there is no other set
+    assert said.pop(0) == f"{len(here)} of {len(here)} verdicts"
     wanted = [*BAD_SETS.values(), "none of its claims is on this page", "no claims.csv: a quote is not closed"]
     assert [line.startswith(f"there.csv: {words}") for line, words in zip(said[:-1], wanted, strict=True)] == [
         True for _ in wanted
@@ -179,7 +182,7 @@ def test_a_report_made_beside_another_set_opens_with_it_and_filters_what_changed
 
 
 def exhibit_with_a_script(report_folder: Path, tmp_path: Path, exhibit: str, script: str) -> tuple[Page, str]:
-    """The page of an exhibit after a script of the test's own has run there, and what the console said."""
+    """Run a script of the test on an exhibit's page; return the page and the messages on the console."""
     copy = tmp_path / "figures"
     shutil.copytree(report_folder / "figures", copy)
     path = copy / f"exhibits/{exhibit}.html"
@@ -188,7 +191,7 @@ def exhibit_with_a_script(report_folder: Path, tmp_path: Path, exhibit: str, scr
     return in_a_browser(path.as_uri(), tmp_path)
 
 
-# Zooms, focuses the second task, and notes the axis before and after, and what is said.
+# Zooms, focuses the second task, and records the axis before and after, and the page's text.
 LOOK = """addEventListener("load", () => {
   const axis = () => [...document.querySelectorAll("#timeline .axis text")].map((each) => each.lastChild.data).join();
   const said = document.querySelector("#timeline output"), before = axis();
@@ -222,7 +225,7 @@ def test_a_time_line_zooms_and_tells_its_tasks(report_folder: Path, tmp_path: Pa
     assert console == ""
 
 
-# Points at a value of the picture, then away from it, and notes what is said.
+# Points at a value of the picture, then away from it, and records the page's text.
 POINT = """addEventListener("load", () => {
   const line = document.querySelector(".told"), said = [line.checkVisibility(), line.value];
   const over = (what) => document.querySelector(what).dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
@@ -240,7 +243,7 @@ def test_a_pointer_reads_the_values_of_a_picture(report_folder: Path, tmp_path: 
     assert console == ""
 
 
-# Loads each page in a frame of that width, and notes how much wider than the frame it is.
+# Loads each page in a frame of that width, and records how much wider than the frame it is.
 FRAMES = """<!doctype html><meta charset="utf-8"><title>frames</title><body><script>
 const names = %s, next = (place) => {
   if (place === names.length) return;

@@ -1,4 +1,4 @@
-"""What `rests on` lists is what moves a claim's value: the groups of each paper's calibrations.yaml."""
+"""`rests on` lists the constants that move a claim's value: the groups of each paper's calibrations.yaml."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_verdict_lists_the_planners_constants_with_how_they_were_found():
 
 @cache
 def values(paper: str, *changed: str) -> dict[str, str]:
-    """The paper's modelled lane, by a process of its own: rows are computed once in each."""
+    """Return the paper's modelled lane from a separate process, since a process computes rows only once."""
     command = [sys.executable, "-m", "tests.workflow.perturbed", paper, *changed]
     return json.loads(subprocess.run(command, cwd=registry.ROOT, check=True, capture_output=True, text=True).stdout)
 
@@ -79,7 +79,7 @@ CHANGES = [(paper, name) for paper in registry.PAPERS for name in dict.fromkeys(
 @pytest.mark.timeout(1800)  # two processes of 15 s each on an idle core, minutes on a busy machine
 @pytest.mark.parametrize(("paper", "name"), CHANGES)
 def test_a_value_that_a_constant_moves_lists_it(paper, name):
-    """By 5 % each. A claim with words of its own for what it rests on is not asked."""
+    """The change is 5 %. A claim with its own text on what it rests on is not checked."""
     before, after = values(paper), values(paper, name, "1.05")
     verdicts = {
         verdict.claim_id: verdict

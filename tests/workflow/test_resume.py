@@ -1,5 +1,7 @@
-"""Killed in the middle it goes on, run twice it does nothing, what is deleted comes back: the real rules, stand-ins
-for what measures."""
+"""The real rules with stand-ins for measurements.
+
+After a kill they resume, a second run does nothing, and a deleted record is made again.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ tidy.atomically(out, lambda path: path.write_text(json.dumps({**record, "run_id"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of the pipeline in which nothing is measured."""
+    """Make a copy of the pipeline in which nothing is measured."""
     for name in ("workflows", "profiles", "tests/workflow"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "Snakefile", tmp_path)

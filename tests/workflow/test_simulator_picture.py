@@ -1,4 +1,4 @@
-"""The picture of how far the simulator is off: every error is in it, and what is no such record is refused."""
+"""The picture of the simulator's errors: every error is in it, and a record of another kind is refused."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a person types, and what it answers."""
+"""The commands that a user types, and their output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILT = {entry["id"] for entry in registry.exhibits() if entry["status"] == "bui
 
 
 def snakemake(*words: str, fresh: Path) -> subprocess.CompletedProcess[str]:
-    """Snakemake in the repository, with every output folder and its own state under ``fresh``."""
+    """Run Snakemake in the repository, with every output folder and its own state under ``fresh``."""
     config = [word for word in words if "=" in word and not word.startswith("-")]
     named = {word.partition("=")[0] for word in config}
     folders = [f"{name}_dir={fresh / name}" for name in ("raw", "derived", "figures") if f"{name}_dir" not in named]
@@ -115,7 +115,7 @@ def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(
     blocks = re.split(r"\n\s*\n", done.stdout + done.stderr)
     measuring = [b for b in blocks if re.search(r"rule (forked_)?record:", b)]
     assert len(measuring) > 5
-    # Of one round the bytes alone count, but over paths of known rates.
+    # For one round only the bytes count, except over paths of known rates.
     timed = [b for b in measuring if re.search(r"raw/(bench|kernel|times-mlpoffload)-", b)]
     assert len(timed) >= 3
     for block in measuring:
@@ -163,7 +163,7 @@ def test_every_schema_describes_itself() -> None:
 
 
 def test_a_bundle_that_cannot_be_checked_ends_with_another_status_than_0(tmp_path):
-    """The rule shows what the check prints through a pipe: its status is the check's."""
+    """The rule shows the check's output through a pipe, but its status is the check's."""
     (tmp_path / "mine.zip").write_text("no bundle")
     done = snakemake("--cores", "1", "artifact-verify", f"bundle={tmp_path / 'mine.zip'}", fresh=tmp_path)
     assert done.returncode != 0, done.stdout + done.stderr

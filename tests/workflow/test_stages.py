@@ -1,4 +1,4 @@
-"""A run of stages goes on after a failure, says what each found, and starts again where it was stopped."""
+"""A run of stages continues after a failure, reports the result of each, and restarts where it was stopped."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_stage_and_is_written_down(tmp_path):
 
 
 class Comes:
-    """SIGINT comes at the end of a function, after its work and before its caller has the result."""
+    """Raises SIGINT at the end of a function, after its work and before its caller has the result."""
 
     def __init__(self, monkeypatch, owner, name, times=1):
         self.work, self.left = getattr(owner, name), times

@@ -48,7 +48,8 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
         (tmp_path / f"results/raw/{name}.json").write_text("{}")
     snakemake(tmp_path, "--touch", "--forceall")
 
-    shutil.rmtree(tmp_path / "results/raw/benchmarks", ignore_errors=True)  # as records from before there were any
+    # as if the records were older than such tables
+    shutil.rmtree(tmp_path / "results/raw/benchmarks", ignore_errors=True)
     (tmp_path / "README.md").write_text("changed")
     (tmp_path / "baselines/memascend/README.md").write_text("new")
     shutil.copytree(tmp_path / "baselines/zero_infinity", tmp_path / "baselines/another")
@@ -67,7 +68,7 @@ def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp
 
 
 def digests(project: Path) -> dict[str, str]:
-    """Exhibit -> what its table and picture depend on besides records and the modelled lane."""
+    """Return, by exhibit, a digest of what its table and picture depend on besides records and the modelled lane."""
     folders = {f"{name}_dir": str(project / name) for name in ("raw", "derived", "published", "figures", "reference")}
     settings = {"profile": "smoke", "experiments": "workflows/config/experiments.yaml"}
     registry.read.cache_clear()
@@ -94,7 +95,7 @@ def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: 
 
     assert touched(papers / "lohan/captions.yaml", "Simulated throughput by", "Throughput by") == {"lohan-fig05a"}
     assert touched(papers / "cxl/figures.yaml", "cxl-alg01:", "cxl-alg01:\n  head: 0.2") == {"cxl-alg01"}
-    # What the report's pages say and how they are written reaches no picture.
+    # The text and the layout of the report's pages affect no picture.
     assert touched(papers / "lohan/paper.yaml", "idea:", "# changed\nidea:") == set()
     assert touched(tmp_path / "workflows/derive/site/pages.py", "from __future__", "# new\nfrom __future__") == set()
     lohan = touched(papers / "lohan/rows/sizes.py", "from __future__", "# changed\nfrom __future__")
@@ -142,4 +143,4 @@ def test_a_modelled_lane_loads_no_system_that_its_rows_do_not_name(paper: str, m
     monkeypatch.setattr(systems, "load", lambda name, arm=None: loaded.add(name) or load(name, arm))
     assert list(rows_of(paper).modelled())
     assert loaded
-    assert loaded <= set(systems_named(paper))  # of which some are in measured lanes alone
+    assert loaded <= set(systems_named(paper))  # some are in measured lanes only

@@ -64,7 +64,7 @@ def test_an_environment_that_was_not_made_is_named_with_its_command(monkeypatch,
 
 
 def result() -> dict:
-    """Two points after a warm-up of two steps: stores of 4096 and 16384 bytes, device blocks of 100 and 900."""
+    """Return two points after a warm-up of two steps: stores of 4096 and 16384 bytes, device blocks of 100 and 900."""
     phases = [{"name": "init", "role": "host", "begin_s": 0.0, "end_s": 1.0}]
     for step in range(1, 5):
         for i, (name, role) in enumerate((("forward", "device"), ("backward", "device"), ("optimizer", "host"))):
@@ -100,7 +100,7 @@ def test_each_point_has_the_peaks_of_its_own_steps() -> None:
 
 
 class Recorded:
-    """An arm that notes when it was asked to step."""
+    """An arm that records when it was asked to step."""
 
     def __init__(self, name: str, order: list[str]) -> None:
         self.name, self.order, self.labels = name, order, {"arm": name}

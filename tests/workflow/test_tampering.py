@@ -1,4 +1,4 @@
-"""What a check finds of a bundle that was changed and whose sums were written anew, as by somebody who means to."""
+"""Findings of a check of a bundle that was changed and whose sums were rewritten, as by a deliberate forger."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SOURCES = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project of five files, one of them also below a link to its folder, in git; nobody changes it."""
+    """Make a project of five files, one of them also below a link to its folder, in git; no test changes it."""
     root = tmp_path_factory.mktemp("project") / "checkout"
     (root / "library/deep").mkdir(parents=True)
     (root / "systems").mkdir()
@@ -69,7 +69,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, checkout: Path) -> Path:
-    """A bundle of that project, unpacked."""
+    """Make a bundle of that project, unpacked."""
     made = tmp_path / "memascend-0.1.0-smoke"
     head = given.git("rev-parse", "HEAD", root=checkout).strip()
     losses = [2.5, 2.25]
@@ -106,7 +106,7 @@ def folder(tmp_path: Path, checkout: Path) -> Path:
 
 @pytest.fixture
 def check(folder: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    """Checks the bundle as it is now; what its sources would make again is what it held at first."""
+    """Return a check of the bundle as it is now; redrawing its sources gives the original contents."""
     honest = tmp_path / "honest"
     for name in layout.MADE:
         if (folder / name).exists():
@@ -494,7 +494,7 @@ def test_files_that_were_changed_before_a_bundle_was_made_are_named_as_a_check_f
 
 
 def turns(folder: Path, **changes: Any) -> list[str]:
-    """What is found of a record of two arms at one point, with these changes."""
+    """Return the findings on a record of two arms at one point, with these changes."""
     arms = [{"system": "a", "arm": name, "dtype": "fp16"} for name in ("x", "y")]
     points = [{"sequence": 16, "batch": 1, **arm, "forward_s": [1.0, 2.0]} for arm in arms]
     record = {"run_id": "times-a", "kind": "step-times", "status": "ok", "rounds": 2, "arms": arms, "points": points}

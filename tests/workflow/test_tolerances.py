@@ -22,7 +22,7 @@ CLAIM = {"id": "x-fig01-y", "quantity": "ratio", "quote": "2.40 times in 1,024 s
 
 
 def judged(low: float = -math.inf, high: float = math.inf, **more: object) -> tuple[float, float]:
-    """What the modelled lane of a claim accepts."""
+    """Return the values that the modelled lane of a claim accepts."""
     return tolerances.of(CLAIM | more, "modelled", low, high).widened(low, high)
 
 
@@ -38,7 +38,7 @@ def test_every_kind_of_every_claim_is_in_the_rule_and_no_kind_lacks_an_amount_or
     assert not any(kind[lane]["absolute"] for kind in without for lane in claims.LANES)
 
 
-# Orders whose words include the limit itself: what fits, what is enough, a multiple, an exception to a growth.
+# Orders whose words include the limit itself: a size that fits or is enough, a multiple, an exception to a growth.
 LIMIT_INCLUDED = {
     "memascend-tab02-all-in-gpu-up-to-1b": 24,
     "memascend-tab02-zero-offload-up-to-3b": 128,
@@ -65,7 +65,7 @@ LIMITS = {
 
 
 def beyond(unit: str, limit: float, is_least: bool) -> float:
-    """What an order accepts on one side of a limit: a thousandth off it, of shares 0.1 point."""
+    """Return the end of the values that an order accepts: a thousandth beyond the limit, for shares 0.1 point."""
     margin = 0.1 if unit == "%" else limit / 1000
     return limit + margin if is_least else limit - margin
 
@@ -90,7 +90,7 @@ def test_a_quantity_that_is_no_kind_is_one_line_with_the_kinds() -> None:
 def test_no_claim_has_a_tolerance_of_its_own_but_with_a_reason() -> None:
     own = {(claim["id"], lane) for claim, lane in CHECKED if "tolerance" in claim["lanes"][lane]}
     assert own == {
-        ("memascend-fig08-pinned-memascend", "measured"),  # bytes that are expected to be none
+        ("memascend-fig08-pinned-memascend", "measured"),  # the expected value is zero bytes
         ("memascend-fig09-zero-infinity-plateau", "measured"),
         ("memascend-fig13-fused-adds-nothing", "measured"),
         ("mlpoffload-fig07-forward-share", "modelled"),  # 0.02 %
@@ -99,7 +99,7 @@ def test_no_claim_has_a_tolerance_of_its_own_but_with_a_reason() -> None:
 
 
 def test_claims_of_one_kind_are_judged_alike_in_every_paper() -> None:
-    """The wider of the amount and of half a unit of the last digit; bounds get the half unit."""
+    """The wider of the amount and half a unit of the last digit; bounds get the half unit."""
     for claim, lane in CHECKED:
         low, high = claims.expected_ends(claim, claim["lanes"][lane])
         if "tolerance" in claim["lanes"][lane]:

@@ -1,4 +1,4 @@
-"""The simulator's validation: steps that last as simulated have no error, and rates come from no judged step."""
+"""The simulator's validation: steps that last as simulated have no error, and no rate comes from a judged step."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ HOST = {
 
 
 def trace(folder: Path, run: validation.Run, point: validation.Point, called: str, seconds: dict, waits_s=0.0) -> None:
-    """As if each step had taken so long and `waits_s` more in each phase, but for one that something held up."""
+    """Write traces of steps that took so long, and `waits_s` more in each phase, except for one that was delayed."""
     for path in validation.traces_of(folder, run, point, called):
         at, events = 0.0, []
         for phase, lasts in seconds.items():
@@ -26,7 +26,7 @@ def trace(folder: Path, run: validation.Run, point: validation.Point, called: st
             events.append(Event(name=phase, phase=phase, resource="main", begin_s=at, end_s=end))
             if waits_s:
                 events.append(Event(name="wait", phase=phase, resource="wait", begin_s=at, end_s=at + waits_s))
-            if run == validation.UPDATES_IN_BACKWARD and phase == "optimizer":  # another thread's, in backward
+            if run == validation.UPDATES_IN_BACKWARD and phase == "optimizer":  # that of another thread, in backward
                 began = events[-1].begin_s if waits_s else at
                 events.append(Event(name="AdamW", phase="backward", resource="cpu", begin_s=began, end_s=began + lasts))
             at = end
@@ -57,7 +57,8 @@ def test_a_hook_lasts_from_the_end_of_a_wait_to_the_read_that_it_begins(tmp_path
         for when in validation.ROUNDS:
             for path in validation.traces_of(tmp_path, run, point, f"{blocks}-{when}"):
                 events = []
-                for number, hook in enumerate((0.004, 0.004, 0.004, 0.05)):  # before the last another module computes
+                # before the last one another module computes
+                for number, hook in enumerate((0.004, 0.004, 0.004, 0.05)):
                     for resource, begin, end in (("gpu0", 0.0, 0.06), ("ssd.read", hook, 0.08)):
                         span = {"begin_s": number + begin, "end_s": number + end}
                         events.append(Event(name="", phase="forward", resource=resource, **span))
@@ -73,7 +74,7 @@ def test_what_a_hook_computes_before_it_reads_does_not_overlap_with_the_read():
     without, seconds = (validation.thread_seconds(each) for each in made)
     assert seconds["forward"] > 1.05 * without["forward"]
     computing = [sum(e.end_s - e.begin_s for e in each.simulated.events if e.resource == "gpu0") for each in made]
-    assert computing[1] == pytest.approx(computing[0], rel=0.01)  # it is a part of that
+    assert computing[1] == pytest.approx(computing[0], rel=0.01)  # the time is a part of that
 
 
 @pytest.mark.parametrize(("slower", "error"), [(1.0, 0.0), (2.0, -50.0)])
@@ -108,7 +109,7 @@ def test_a_slower_drive_and_slower_products_make_what_waits_for_them_last_longer
 
 
 def judged_once(tmp_path: Path) -> Path:
-    """A record in which every simulated phase is off by a quarter."""
+    """Write a record in which every simulated phase is off by a quarter."""
     rows = []
     for run in validation.RUNS:
         for point in validation.POINTS:

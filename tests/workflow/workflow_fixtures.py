@@ -1,4 +1,5 @@
-"""Run records and modelled rows made up for tests: shaped as the run programs write them, never kept outside a test."""
+"""Invented run records and modelled rows for tests: shaped as the run
+programs write them, never kept outside a test."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def entry(
 
 
 def ledger(arm: str, dtype: str, parameters: int, embedding: int) -> list[dict[str, Any]]:
-    """Buffers of a twin as the paper's formulas give them."""
+    """Return the buffers of a twin by the paper's formulas."""
     rounded = power_of_two if arm == "as_published" else int
     flat, e = 4 * parameters, 2 * embedding
     pool = [e] * 9 if arm != "memascend" else [e, e, e // 2]
@@ -91,7 +92,7 @@ def ledger(arm: str, dtype: str, parameters: int, embedding: int) -> list[dict[s
 def training(
     model: str, arm: str, dtype: str, number: int, steps: int = 3, seed: int = 0, k: int | None = None
 ) -> dict[str, Any]:
-    """A record of one run, by display name of the model."""
+    """Make a record of one run, by display name of the model."""
     key, factor, parameters, embedding = {**MODELS, **SMALL}[model]
     factor = k or factor
     system, name = ARMS[arm]
@@ -155,7 +156,7 @@ KERNEL_SPEED = {"chain": 4e-9, "deepspeed": 4.1e-9, "isfinite": 2e-9, "aminmax":
 
 
 def kernel_bench(number: int, numels: tuple[int, ...] = (1_000_000, 64_000_000, 300_000_000)) -> dict[str, Any]:
-    """A record of memascend bench overflow; each way takes 20 us and a constant time an element."""
+    """Make a record of memascend bench overflow; each method takes 20 us and a constant time per element."""
     points = [
         {
             "method": m,
@@ -175,7 +176,8 @@ NVME_SPEED = {"engine": (1e-4, 2e9), "DeepNVMe": (2e-4, 2e9), "DeepNVMe, file pe
 
 
 def nvme_bench(number: int, sizes: tuple[int, ...] = (2097152, 33554432, 3114270720)) -> dict[str, Any]:
-    """A record of memascend bench nvme; each way takes a constant time and then moves so many bytes per second."""
+    """Make a record of memascend bench nvme; each method takes a
+    constant time and then moves so many bytes per second."""
     points = [
         {"question": "sizes", "method": m, "op": op, "bytes": n,
          "seconds": [f * (start + n / speed) for f in (1.0, 1.3, 1.1)], "device_share": [1.0] * 3}
@@ -200,7 +202,7 @@ def probed(number: int) -> dict[str, Any]:
 
 
 def write_trace(path: Path, record: dict[str, Any]) -> None:
-    """Resident memory sampled every 10 ms through the last check."""
+    """Write resident memory, sampled every 10 ms through the last check."""
     checks = [e for e in record.get("ledger", []) if e["owner"] == "overflow_check"]
     with path.open("w", newline="") as f:
         out = csv.writer(f)
@@ -234,7 +236,7 @@ def write_records(folder: Path, records: list[dict[str, Any]]) -> list[Path]:
 
 
 def full_set() -> list[dict[str, Any]]:
-    """What the quick profile measures."""
+    """Return the records of the quick profile."""
     runs = [(m, a, "fp16") for m in MODELS for a in ("as_published", "memascend")]
     runs += [(m, a, "bf16") for m in MODELS for a in ("as_published", "memascend")]
     runs += [("Qwen2.5-7B", a, "fp16") for a in ("today", "zero_offload")]
@@ -249,7 +251,7 @@ def full_set() -> list[dict[str, Any]]:
 
 
 def smoke_set() -> list[dict[str, Any]]:
-    """What the smoke profile measures: one model."""
+    """Return the records of the smoke profile: one model."""
     runs = [("Qwen2.5-7B", a, d) for d in ("fp16", "bf16") for a in ("as_published", "memascend")]
     runs += [("Llama3.2-1B", a, "fp16") for a in ("as_published", "zero_offload")]
     return [
@@ -262,7 +264,7 @@ def smoke_set() -> list[dict[str, Any]]:
 
 
 def modelled_rows() -> list[dict[str, str]]:
-    """A modelled lane by the paper's formulas, on the series and metrics that the claims read."""
+    """Return a modelled lane by the paper's formulas, for the series and metrics that the claims read."""
     rows: list[dict[str, str]] = []
 
     def add(exhibit: str, series: str, model: str, metric: str, value: float, unit: str = "GiB", **more: str) -> None:
@@ -311,6 +313,6 @@ def modelled_rows() -> list[dict[str, str]]:
 
 
 def built_exhibits() -> list[str]:
-    """Ids that the registry says are built."""
+    """Return the exhibits that are built by the registry."""
     entries = [entry for entry in registry.exhibits() if entry["status"] == "built" and entry["paper"] == "memascend"]
     return [entry["id"] for entry in entries if "measured" in entry["lanes"]]

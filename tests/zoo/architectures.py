@@ -1,7 +1,7 @@
-"""Every architecture of transformers that has a language model, built with a handful of sizes.
+"""Every architecture of transformers that has a language model, built with small sizes.
 
 A configuration is the default one of its class with the usual names of widths, depths and counts set to small values,
-in nested configurations, too. What does not build that way, or not small, is reported with the reason.
+in nested configurations, too. An architecture that cannot be built that way, or not small, is reported with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = {
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "encoder": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 }
-# The twenty that most models on the hub have, by family.
+# The twenty architectures with the most models on the hub, by family.
 MOST_USED = (
     ("causal", "llama"), ("causal", "mistral"), ("causal", "qwen2"), ("causal", "qwen3"), ("causal", "gemma2"),
     ("causal", "gemma3_text"), ("causal", "phi3"), ("causal", "gpt2"), ("causal", "gpt_neox"), ("causal", "opt"),
@@ -59,7 +59,7 @@ _SIZES: list[tuple[str, int]] = [
 ]
 _RULES = [(re.compile(pattern), value) for pattern, value in _SIZES]
 
-# What a handful of sizes does not say.
+# Values that those sizes do not determine.
 _HEADS = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash")
 _ROPE_BY_KIND = {
     "rope_parameters": {
@@ -112,7 +112,7 @@ _MORE: dict[str, dict[str, Any]] = {
 
 
 class NotBuilt(Exception):
-    """Why an architecture is not among those that are tried."""
+    """The reason why an architecture is not among those that are tested."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class Architecture:
         return f"{self.kind}-{self.name}"
 
     def make(self, seed: int = 0) -> Wrapped:
-        """Small, with random weights of that seed, in training mode. Raises NotBuilt."""
+        """Build a small model with random weights of that seed, in training mode. Raises NotBuilt."""
         chosen = KINDS[self.kind][self.name]
         name = chosen if isinstance(chosen, str) else chosen[0]
         with _quiet():
             try:
                 of = getattr(transformers, name)
                 config = configuration_auto.CONFIG_MAPPING[self.name]
-                # A model of images or sounds, too, may have a causal one of its text alone.
+                # A model of images or sounds may also have a causal one of its text alone.
                 config = small(config if issubclass(config, of.config_class) else of.config_class)
                 with torch.device("meta"):
                     numel = sum(p.numel() for p in of(config).parameters())
@@ -144,7 +144,7 @@ class Architecture:
         raise NotBuilt(f"{numel / 1e6:.0f} million parameters")
 
     def try_in_memory(self) -> None:
-        """NotBuilt where token numbers alone do not make a loss that can be trained on, and that comes again."""
+        """Raise NotBuilt if token numbers alone do not give a loss that can be trained on and that is reproducible."""
         model = self.make()
         losses = []
         with _quiet():
@@ -177,12 +177,12 @@ class Wrapped(nn.Module):
 
 
 def batch(number: int) -> torch.Tensor:
-    """Token numbers (2, LENGTH), without the lowest, which are special."""
+    """Return token numbers of shape (2, LENGTH), without the lowest, which are special."""
     return torch.randint(5, WORDS - 4, (2, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
 def small(of: type) -> Any:
-    """A configuration of that class."""
+    """Return a small configuration of that class."""
     with _quiet():
         default = of()
     return of(**_overrides(default))
@@ -207,7 +207,7 @@ def _overrides(config: Any) -> dict[str, Any]:
 
 
 def small_dict(config: Any) -> dict[str, Any]:
-    """Of a nested configuration."""
+    """Return a small nested configuration as a dict."""
     return {"model_type": config.model_type, **_overrides(config)}
 
 

@@ -1,7 +1,7 @@
 """Architectures through the drop-in on DeepSpeed and through DeepSpeed's own CPU offload, one after another.
 
-`Programs` is what a test asks. It has one program (``python drop_in.py ADDRESS FOLDER``), a process group of one rank,
-which trains what it is told and is replaced where it crashes or hangs: imports and the group's start take longer than a
+A test uses `Programs`. It has one program (``python drop_in.py ADDRESS FOLDER``), a process group of one rank, which
+trains on request and is replaced if it crashes or hangs: imports and the start of the group take longer than a
 training.
 """
 
@@ -29,11 +29,11 @@ DTYPES = ("bf16", "fp32")  # the first in which stock DeepSpeed trains an archit
 STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 LEAST_SWAPPED_BYTES = 1024
 TRAINING_S = 200
-MOST_TRAININGS = 40  # of a process; what DeepSpeed and torch leave of each is not nothing
+MOST_TRAININGS = 40  # per process, since DeepSpeed and torch leave memory behind after each
 
 
 class Programs:
-    """`outcome` of one architecture after another; a context."""
+    """A context that gives the `outcome` of one architecture after another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,10 +42,10 @@ class Programs:
         self._asked = 0
 
     def outcome(self, identity: str, dtypes: Sequence[str] = DTYPES) -> dict[str, Any]:
-        """``{"outcome": …, "why": …, "dtype": …, "trace": …}`` of the architecture with that id.
+        """Return ``{"outcome": …, "why": …, "dtype": …, "trace": …}`` of the architecture with that id.
 
-        `outcome`: ``equal``, ``refused`` (by memascend, in one line), ``stock fails`` (in all of `dtypes`; the first in
-        which it does not is compared), ``fails`` (an error, or another loss or weight) or ``not built``.
+        `outcome`: ``equal``, ``refused`` (by memascend, in one line), ``stock fails`` (with all of `dtypes`; the first
+        with which it does not fail is compared), ``fails`` (an error, or another loss or weight) or ``not built``.
         """
         if self._asked == MOST_TRAININGS:
             self._stop()
@@ -94,8 +94,10 @@ class Programs:
 
 
 def configuration(dtype: str, swap: Path | None) -> dict[str, Any]:
-    """ZeRO-3 with NVMe offload into that folder, or with CPU offload. What it does not say is DeepSpeed's default,
-    or derived."""
+    """Return a configuration of ZeRO-3 with NVMe offload into that folder, or with CPU offload.
+
+    Omitted keys have DeepSpeed's defaults, or are derived.
+    """
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": True}
     if swap is not None:
         offload = {"device": "nvme", "nvme_path": str(swap)}
@@ -120,7 +122,8 @@ def configuration(dtype: str, swap: Path | None) -> dict[str, Any]:
 
 
 def train(architecture: Any, dtype: str, swap: Path | None) -> tuple[list[float], dict[str, Any]]:
-    """Losses of the steps and of an evaluation after each, and the final weights: masters of what trains."""
+    """Return the losses of the steps and of an evaluation after each, and
+    the final weights (masters of trained ones)."""
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
@@ -205,7 +208,8 @@ def tried(identity: str, dtypes: Sequence[str], folder: Path) -> dict[str, Any]:
 def differences(
     ours: tuple[list[float], dict[str, Any]], stock: tuple[list[float], dict[str, Any]]
 ) -> dict[str, float]:
-    """What is not equal to the bit, NaN where NaN is, and the largest difference relative to the largest value."""
+    """Return what is not equal bit by bit (NaN equals NaN), with the
+    largest difference relative to the largest value."""
     import torch
 
     losses = [torch.tensor(each[0], dtype=torch.float64) for each in (ours, stock)]
@@ -219,7 +223,7 @@ def differences(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """One line, raised by memascend on purpose."""
+    """Return whether the error is one line that memascend raised on purpose."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(last.filename).is_relative_to(ROOT / "memascend")
     return ours and isinstance(error, ValueError | RuntimeError) and len(str(error).splitlines()) == 1
@@ -235,7 +239,7 @@ def main() -> None:
 
     import deepspeed
     import torch
-    import torch._dynamo  # before zero.Init, which replaces functions that it inspects
+    import torch._dynamo  # imported before zero.Init, which replaces functions that it inspects
     import transformers
 
     warnings.simplefilter("ignore")
@@ -248,7 +252,7 @@ def main() -> None:
         try:
             identity, dtypes = line.recv()
         except EOFError:
-            os._exit(0)  # DeepSpeed's teardown of a second engine may touch what is gone
+            os._exit(0)  # DeepSpeed's teardown of a second engine may touch freed objects
         line.send(tried(identity, dtypes, Path(sys.argv[2])))
 
 

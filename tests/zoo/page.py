@@ -3,7 +3,7 @@
 python -m tests.zoo.page FOLDER     the outcomes that the tests wrote there become results/zoo/ and docs/
 python -m tests.zoo.page            the page alone, from the records
 
-The drop-in on DeepSpeed has a record of its own (`make zoo-drop-in`).
+The drop-in on DeepSpeed has a separate record (`make zoo-drop-in`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLUMNS = {
 }
 DROP_IN = "drop-in on DeepSpeed"
 ORDER = ("equal", "close", "refused", "fails")
-OUTSIDE = ("stock fails", "not run")  # what says nothing of this library
+OUTSIDE = ("stock fails", "not run")  # outcomes that say nothing about this library
 KINDS = {"causal": "Causal language models", "seq2seq": "Encoder-decoders", "encoder": "Encoders"}
 
 
 def record(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the tests wrote of activation cache and engine."""
+    """Return the record of the tests of activation cache and engine."""
     rows: dict[str, dict[str, Any]] = {}
     for entry in entries:
         rows.setdefault(entry["architecture"], {})[entry["column"]] = {k: entry[k] for k in ("outcome", "why")}
@@ -41,7 +41,7 @@ def record(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def drop_in_record(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What they wrote of the drop-in."""
+    """Return the record of the tests of the drop-in."""
     rows = {entry["architecture"]: {k: entry[k] for k in ("outcome", "why", "dtype")} for entry in entries}
     return _record(rows, "torch", "transformers", "deepspeed")
 

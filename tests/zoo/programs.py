@@ -1,6 +1,6 @@
-"""Models and training loops put together from the zoo's shapes: what a `Program` says, as modules and as a loop.
+"""Models and training loops composed of the zoo's shapes: a `Program` describes the modules and the loop.
 
-Every field's first value is the plain one, to which hypothesis reduces a program that fails.
+The first value of every field is the plain one, to which hypothesis reduces a program that fails.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "own function": shapes.CustomFunction,
     "gradient in forward": shapes.Energy,
 }
-# Attributes that are no buffers, which another process would have from a checkpoint of its own.
+# Attributes that are not buffers, which another process would have from its user's own checkpoint.
 PLAIN_STATE = ("calls", "passes", "seen", "history", "by_name")
 ORDERS = ("listed", "reversed", "twice", "another each pass", "one left out", "one never", "branches", "skips")
 _CARRIERS = ("tensor", "dict", "dataclass", "object")
@@ -61,27 +61,27 @@ class Program:
 
     # -- the model
     blocks: tuple[str, ...] = ("mlp", "mlp")
-    lists: int = 1  # in which the blocks are
-    carrier: str = "tensor"  # what goes from block to block
+    lists: int = 1  # over which the blocks are distributed
+    carrier: str = "tensor"  # what is passed from block to block
     order: str = "listed"
-    position: bool = False  # a parameter of the body's own
-    scale: bool = False  # one of the outermost module, whose child is called "model"
-    tied: bool = False  # head and embedding
+    position: bool = False  # a parameter of the body itself
+    scale: bool = False  # a parameter of the outermost module, whose child is called "model"
+    tied: bool = False  # of head and embedding
     frozen: frozenset[str] = frozenset()
-    without_grad: int = 0  # the first blocks' pass is under no_grad
-    groups: str = "none"  # checkpoints of the loop's own around two blocks
-    chunks: bool = False  # the loss over pieces of the hidden states
+    without_grad: int = 0  # the first blocks run under no_grad
+    groups: str = "none"  # the loop's own checkpoints around two blocks
+    chunks: bool = False  # the loss is computed over pieces of the hidden states
     autocast: bool = False
     # -- the loop
     accumulate: int = 1
-    forwards: int = 1  # of one loss
+    forwards: int = 1  # for one loss
     clip: bool = False
     apart: bool = False  # the loop calls the model's parts, and computes the loss
     evaluate: str = "never"
-    spoilt: bool = False  # a backward pass that is thrown away
+    spoilt: bool = False  # one backward pass is discarded
     schedule: bool = False
     resume: str = "never"
-    # -- what the engine is told
+    # -- options of the engine
     measure: bool = False
     swap: bool = False
     checkpoints: str = "tier"
@@ -90,15 +90,16 @@ class Program:
 
     @property
     def rtol(self) -> float:
-        """Allowed for losses, where sums are taken in another order or type than in memory; 0: equal to the bit."""
+        """Return the tolerance of losses whose sums are in another order or
+        dtype than in memory; 0 means equal bit by bit."""
         adds_up = max(self.accumulate, self.forwards) > 1 or self.order == "twice"
         if self.autocast and (adds_up or self.tied):
-            return 5e-2  # gradients of a weight's uses are float32 here, and added up in bfloat16 there
+            return 5e-2  # gradients of a weight's uses are float32 here, but accumulated in bfloat16 in memory
         reentrant = self.groups == "reentrant" or "reentrant checkpoints" in self.blocks
         return 1e-3 if reentrant and adds_up else 0.0  # partial gradients, which torch adds to `.grad` one by one
 
 
-# Computed again by torch's checkpoints, they change or look at what the first pass has changed; the engine leaves
+# When torch's checkpoints recompute them, they change or read what the first pass has changed; the engine leaves
 # modules as they are after one pass.
 _STATEFUL = {"parametrized", "batch norm", "code book", "counting", "remembering"}
 
@@ -142,7 +143,7 @@ def programs() -> st.SearchStrategy[Program]:
 
 
 class Carried(nn.Module):
-    """A block of tensors, as one of what `carrier` names."""
+    """A block of tensors that passes them in the form that `carrier` names."""
 
     def __init__(self, inner: nn.Module, carrier: str) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class Body(nn.Module):
         return [*self.layers, *(self.others if self.program.lists == 2 else ())]
 
     def called(self) -> list[nn.Module]:
-        """In this pass, in this order."""
+        """Return the blocks of this pass in order."""
         blocks, order = self.all_blocks(), self.program.order
         if order == "reversed":
             blocks.reverse()
@@ -193,7 +194,7 @@ class Body(nn.Module):
         return blocks
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states, and a loss beside that of the head."""
+        """Return the hidden states, and a loss in addition to that of the head."""
         x = self.embed(ids)
         if self.program.position:
             x = x + self.position
@@ -272,7 +273,7 @@ class Model(nn.Module):
         return self.scored(ids, self.scale if self.program.scale else None)
 
     def scored(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss, by the parts alone."""
+        """Compute the loss from the parts alone."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast):
             x, beside = self.model(ids)
             if scale is not None:
@@ -288,7 +289,7 @@ def made(program: Program) -> Model:
 
 
 def take_over(model: nn.Module, before: nn.Module) -> None:
-    """What a checkpoint of the user's own would hold: attributes."""
+    """Copy attributes as a checkpoint of the user's own would."""
     for now, then in zip(model.modules(), before.modules(), strict=True):
         vars(now).update({name: value for name, value in vars(then).items() if name in PLAIN_STATE})
 
@@ -305,7 +306,10 @@ def train(
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     seen: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Losses of these steps. `around`: each forward and backward pass; `seen`: before each update."""
+    """Return the losses of these steps.
+
+    `around`: a context for each forward and backward pass; `seen`: called before each update.
+    """
     losses = []
     for step in steps:
         if program.spoilt and step == 1:
@@ -348,7 +352,7 @@ def evaluated(model: nn.Module) -> float:
 
 
 def clip(model: nn.Module) -> None:
-    """By a power of two: norms may differ in their last digit, and products with it are exact."""
+    """Clip by a power of two: norms may differ in their last digit, and products with it are exact."""
     gradients = [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
     norm = float(torch.tensor([float(gradient.norm()) for gradient in gradients]).norm())
     factor = 1.0

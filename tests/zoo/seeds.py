@@ -1,4 +1,4 @@
-"""Of what the zoo draws at random: the date in a night's run, so that nights differ."""
+"""The seed of what the zoo draws at random: the date in a nightly run, so that nights differ."""
 
 import os
 from datetime import UTC, datetime

@@ -1,7 +1,7 @@
-"""Shapes of module that people write, and that transformers' models do not have.
+"""Shapes of modules that people write, and that transformers' models do not have.
 
 Each is a class whose instance maps a batch to a scalar loss. `RAGGED` ones leave parameters without a gradient in some
-steps; `REFUSED` ones say in which words the streaming engine refuses them.
+steps; `REFUSED` gives the words with which the streaming engine refuses a shape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def shape(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def batch(number: int) -> torch.Tensor:
-    """Token numbers (2, LENGTH)."""
+    """Return token numbers of shape (2, LENGTH)."""
     return torch.randint(0, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
@@ -240,7 +240,7 @@ class BatchNormInBlocks(Stack):
 
 
 class Quantised(Mlp):
-    """A code book that follows what is looked up in it; computed from before it is changed."""
+    """A code book that follows the values that are looked up in it; the result uses it before it is changed."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +288,7 @@ class RandomNumbers(Stack):
 
 
 class Counting(Mlp):
-    """An attribute of the module, changed in forward, that forward depends on."""
+    """Changes an attribute of the module in forward, on which forward depends."""
 
     def __init__(self):
         super().__init__()
@@ -304,7 +304,7 @@ class CountersInBlocks(Stack):
     block = Counting
 
 
-# -- what goes in and comes out ----------------------------------------------------------------------------------------
+# -- inputs and outputs ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -374,7 +374,7 @@ class Router(nn.Module):
 
 @shape
 class AuxiliaryLossByHooks(Stack):
-    """As transformers collects router logits."""
+    """Collects auxiliary losses as transformers collects router logits."""
 
     block = Router
 
@@ -442,7 +442,7 @@ class ANormHandedIn(Stack):
 
 
 class HandsOnLast(Mlp):
-    """Backward needs nothing of what comes after the norm: computed again, the block ends inside of it."""
+    """Backward needs nothing that comes after the norm: when it is recomputed, the block ends inside the norm."""
 
     def forward(self, x, norm):
         return norm(super().forward(x))
@@ -455,7 +455,7 @@ class ANormHandedInThatComesLast(ANormHandedIn):
 
 @shape
 class ResidualOfTheFirstBlock(Stack):
-    """A value of the first block that all others use."""
+    """All other blocks use a value of the first block."""
 
     class Valued(Mlp):
         def forward(self, x, first=None):
@@ -512,7 +512,7 @@ class ParallelBranches(Stack):
 
 @shape
 class SkipConnections(Stack):
-    """As a UNet's: the way up meets the way down."""
+    """Has the structure of a UNet: the way up meets the way down."""
 
     def blocks(self, x):
         down = [x]
@@ -658,7 +658,7 @@ class ReentrantCheckpointsAroundGroups(CheckpointsAroundGroups):
 
 @shape
 class ReentrantCheckpointsAroundBlocksCalledTwice(ReentrantCheckpointsAroundGroups):
-    """How often a block comes is known in backward alone, where its gradient is made of parts."""
+    """Only backward knows how often a block comes, and its gradient is computed in parts there."""
 
     def blocks(self, x):
         return super().blocks(super().blocks(x))
@@ -680,7 +680,7 @@ class AutocastOverBlocksCalledTwice(BlocksCalledTwice):
 
 @shape
 class Wrapped(nn.Module):
-    """As nn.DataParallel without devices."""
+    """Wrapped like nn.DataParallel without devices."""
 
     def __init__(self):
         super().__init__()
@@ -704,7 +704,7 @@ class MicroBatches(Stack):
 
 
 class StoresOnTheContext(torch.autograd.Function):
-    """Saves as tensors and looks at them twice."""
+    """Saves tensors on the context and reads them twice."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -732,7 +732,7 @@ class CustomFunctionsInBlocks(Stack):
 
 
 class Energy(Mlp):
-    """A gradient inside of forward, as of a force field."""
+    """Computes a gradient inside forward, as for a force field."""
 
     def forward(self, x):
         with torch.enable_grad():
@@ -759,7 +759,7 @@ class GradientPenalty(Stack):
 
 
 class Bag:
-    """What pytree does not know, and no dataclass."""
+    """An object that pytree does not know, and that is not a dataclass."""
 
     def __init__(self, hidden):
         self.hidden, self.trail, self.calls = hidden, [], 0
@@ -813,7 +813,7 @@ class FrozenBlocksOnAnObject(AnObjectWithSlotsIsChanged):
 
 
 class Remembering(Mlp):
-    """Tensors in plain attributes, changed in place and in a list."""
+    """Has tensors in plain attributes, which are changed in place, and in a list."""
 
     def __init__(self):
         super().__init__()
@@ -933,7 +933,7 @@ class AnotherArgumentIsChangedLater(Stack):
 
 @shape
 class ConvolutionsOfSeveralSizes(nn.Module):
-    """A Sequential of children of one type and other shapes."""
+    """A Sequential of children of one type and different shapes."""
 
     def __init__(self):
         super().__init__()
@@ -948,7 +948,7 @@ class ConvolutionsOfSeveralSizes(nn.Module):
 
 @shape
 class OthersWeightsInTheRootsForward(Stack):
-    """A row of an embedding for what is not there, and all rows of one that is not called at all."""
+    """Uses a row of an embedding for missing values, and all rows of one that is not called at all."""
 
     def __init__(self):
         super().__init__()
@@ -972,7 +972,7 @@ class AWeightThatTheRootsForwardChanges(Stack):
 
 @shape
 class AWeightOfABlockThatTheRootsForwardChanges(Stack):
-    """As rwkv's between training and evaluation."""
+    """Changes a weight as rwkv does between training and evaluation."""
 
     def forward(self, ids):
         if not self.training:
@@ -995,7 +995,7 @@ class InputsThatGrow(Stack):
 
 
 class Handed(UserDict):
-    """From block to block."""
+    """A mapping that is passed from block to block."""
 
 
 class TakesWhatTheFirstBlocksHand(Mlp):
@@ -1007,7 +1007,7 @@ class TakesWhatTheFirstBlocksHand(Mlp):
 
 @shape
 class BlocksFillAMapping(Stack):
-    """It is empty when the first block gets it."""
+    """The mapping is empty when the first block gets it."""
 
     block = TakesWhatTheFirstBlocksHand
 
@@ -1019,7 +1019,7 @@ class BlocksFillAMapping(Stack):
 
 
 class Cache:
-    """Of keys, by slot, as transformers' are asked for their length."""
+    """A cache of keys by slot, which can be asked for its length as those of transformers can."""
 
     def __init__(self):
         self.keys = {}
@@ -1039,7 +1039,7 @@ class WithCache(Mlp):
 
 @shape
 class CyclesWithoutAGraphFillACache(Stack):
-    """Each layer is called again and again with a slot of the cache for each call; the first calls have no graph."""
+    """Each layer is called repeatedly with another slot of the cache for each call; the first calls have no graph."""
 
     block = WithCache
 
@@ -1065,14 +1065,14 @@ class APrefixInTheCache(Stack):
         return x
 
 
-# Relative difference of the losses from those of training in memory, where sums are taken in another order or type.
+# Allowed relative difference of the losses from training in memory, where sums are in another order or dtype.
 CLOSE = {
     # Partial gradients, which torch adds one by one to `.grad`.
     ("ReentrantCheckpointsInBlocks", "accumulated"): 1e-5,
-    # Gradients of a weight's uses: each is float32 here; torch casts the weight once, and adds them up in bfloat16.
+    # Gradients of a weight's uses: each is float32 here; torch casts the weight once, and accumulates them in bfloat16.
     **{("AutocastOverBlocksCalledTwice", way): 1e-3 for way in WAYS},
 }
-# In which words the engine refuses a shape, in the first forward or backward pass at the latest.
+# The words with which the engine refuses a shape, in the first forward or backward pass at the latest.
 REFUSED = {
     "TiedAcrossBlocks": "shared by the blocks",
     "AWeightThatTheRootsForwardChanges": "embed.weight is changed in place outside of the forward pass",

@@ -1,4 +1,4 @@
-"""Every architecture of transformers trains as in memory, to the bit, or is refused in one line."""
+"""Every architecture of transformers trains as in memory, bit by bit, or is refused in one line."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.zoo.architectures import ARCHITECTURES, MOST_USED, NotBuilt, batch
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 MAX_NORM = 0.5
-# Largest relative difference of losses and weights from those of training in memory that is allowed, and why.
+# Largest allowed relative difference of losses and weights from training in memory, with the reason.
 CLOSE: dict[str, tuple[float, str]] = {}
 
 
@@ -30,7 +30,7 @@ CHOSEN = [
 
 @pytest.fixture
 def note(request):
-    """Writes an outcome for the page in docs where that is made (`make zoo`)."""
+    """Return a function that writes an outcome for the page in docs when that is made (`make zoo`)."""
     folder = os.environ.get("MEMASCEND_ZOO_OUTCOMES")
 
     def write(architecture, column, outcome, why=""):
@@ -63,7 +63,7 @@ def evaluated(model, number):
 
 
 def clip(model):
-    """By a power of two: norms may differ in their last digit, and products with it are exact."""
+    """Clip by a power of two: norms may differ in their last digit, and products with it are exact."""
     norms = [p.grad.norm() for p in trained_parameters(model) if p.grad is not None]
     norm = float(torch.stack([torch.as_tensor(float(each)) for each in norms]).norm())
     factor = 1.0
@@ -75,7 +75,7 @@ def clip(model):
 
 
 def steps(model, optimizer, numbers, *, accumulate):
-    """Losses of training; accumulated steps are clipped and followed by an evaluation."""
+    """Return the losses of training; accumulated steps are clipped and followed by an evaluation."""
     losses = []
     for number in numbers:
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def begin(model, folder, *, accumulate, resume=False):
 
 
 def same(found, expected):
-    """To the bit; NaN where NaN is."""
+    """Return whether both are equal bit by bit, with NaN in the same places."""
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
@@ -112,7 +112,7 @@ def in_memory(architecture, accumulate):
 
 
 def streamed(architecture, folder, accumulate):
-    """Three steps, the last one by another process's model."""
+    """Train three steps, the last one with a new model as in another process."""
     model = architecture.make()
     session, optimizer = begin(model, folder, accumulate=accumulate)
     torch.manual_seed(7)

@@ -1,8 +1,9 @@
 """Every architecture of transformers trains through the drop-in on DeepSpeed as under CPU offload of the same version.
 
-ZeRO-3 with parameters and optimizer on NVMe against both in memory, one process on the CPU: losses of three clipped
-steps of two micro batches, an evaluation after each, and the final master weights, to the bit. One architecture by
-default; with --run-slow also 20 of the others, by the date or MEMASCEND_ZOO_SEED=…; all with MEMASCEND_ZOO_DROP_IN=all.
+ZeRO-3 with parameters and optimizer on NVMe is compared with both in memory, in one process on the CPU: losses of three
+clipped steps of two micro-batches, an evaluation after each, and the final master weights, bit by bit. One architecture
+by default; with --run-slow also 20 of the others, by the date or MEMASCEND_ZOO_SEED=…; all with
+MEMASCEND_ZOO_DROP_IN=all.
 """
 
 import json
@@ -40,7 +41,7 @@ def programs(tmp_path_factory):
 
 
 def note(name, found):
-    """For the page in docs, where that is made (`make zoo-drop-in`)."""
+    """Write an outcome for the page in docs when that is made (`make zoo-drop-in`)."""
     if folder := os.environ.get("MEMASCEND_ZOO_OUTCOMES"):
         line = {"architecture": name, "column": "drop-in"} | {key: found[key] for key in ("outcome", "why", "dtype")}
         Path(folder, f"{name}.drop-in.json").write_text(json.dumps(line))
@@ -62,6 +63,6 @@ def test_float32_weights_are_swapped_as_float32(programs):
 
 
 def test_an_evaluation_may_use_other_parameters_than_training(programs):
-    """RWKV's scales weights of its blocks: DeepSpeed's trace of the training did not know them."""
+    """RWKV scales weights of its blocks in an evaluation, and DeepSpeed's trace of the training did not have those."""
     found = programs.outcome("causal-rwkv")
     assert found["outcome"] == "equal", f"{found['why']}\n{found['trace']}"

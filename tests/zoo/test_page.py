@@ -1,4 +1,4 @@
-"""The page of architectures says what its record does, and the record has the architectures of this transformers."""
+"""The page of architectures agrees with its record, and the record has the architectures of this transformers."""
 
 import json
 

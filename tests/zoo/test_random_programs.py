@@ -1,6 +1,7 @@
-"""Models and loops drawn at random train as in memory, to the bit, or are refused in one line before a weight changes.
+"""Models and loops drawn at random train as in memory, bit by bit, or are refused in one line before a weight changes.
 
-Each night other 500 of each test, by the date: the seed is in the test's name, and MEMASCEND_ZOO_SEED=… repeats it.
+Each night tests 500 others of each kind, by the date: the seed is in the test's name, and MEMASCEND_ZOO_SEED=… repeats
+it.
 """
 
 import shutil
@@ -20,7 +21,7 @@ from tests.zoo.seeds import GIVEN, SEED
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
-# In which words torch itself says that a model cannot be trained so.
+# Words with which torch itself says that a model cannot be trained so.
 NO_PROGRAMS = (
     "does not require grad",
     "modified by an inplace operation",
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 
 def drawn(number, of):
-    """`number` programs of that seed; without a database, so that the seed alone says which."""
+    """Return a decorator that draws `number` programs of that seed;
+    without a database they depend on the seed alone."""
     chosen = settings(
         max_examples=number,
         database=None,
@@ -44,7 +46,7 @@ def drawn(number, of):
 
 
 def same(found, expected):
-    """To the bit; NaN where NaN is."""
+    """Return whether both are equal bit by bit, with NaN in the same places."""
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
@@ -53,7 +55,8 @@ def trained(model):
 
 
 def in_memory(program, **looked_at):
-    """The model after the loop, losses, a random number; leaves the example where torch itself has no such program."""
+    """Return the model after the loop, the losses and a random number; the
+    example is discarded if torch itself refuses it."""
     model = made(program)
     assume(trained(model))
     optimizer = AdamW(trained(model), **SETTINGS)
@@ -83,7 +86,7 @@ def begin(program, model, folder, resume=False):
 
 
 def streamed(program, folder):
-    """As `in_memory`, and the weights; the last step perhaps by another model, that of another process."""
+    """Return what `in_memory` does, and the weights; another model, as in another process, may do the last step."""
     where, model = folder / "session", made(program)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:

@@ -1,4 +1,4 @@
-"""Shapes of module that people write train as in memory, to the bit, or are refused in one line."""
+"""Shapes of modules that people write train as in memory, bit by bit, or are refused in one line."""
 
 import copy
 
@@ -17,7 +17,7 @@ from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
 from tests.zoo.shapes import CLOSE, REFUSED, SHAPES, WAYS, Mlp, batch
 
-# Attributes that are no buffers, which another process would have from a checkpoint of its own.
+# Attributes that are not buffers, which another process would have from its user's own checkpoint.
 PLAIN_STATE = ("calls", "steps", "seen", "history", "by_name")
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -83,7 +83,7 @@ def trained_streamed(name, folder, accumulate, **options):
     torch.manual_seed(7)
     found = []
     for step in range(3):
-        if step == 2:  # another process goes on
+        if step == 2:  # another process resumes
             numbers = torch.get_rng_state()
             session.close()
             model, before = made(name), model
@@ -170,7 +170,7 @@ def test_every_shape_can_be_copied_and_trains():
 @pytest.mark.parametrize("frozen_head", [False, True])
 @pytest.mark.parametrize("name", ["Plain", "CheckpointsAroundGroups", "ReentrantCheckpointsAroundGroups"])
 def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen_head):
-    """A loss of the loop's own over `model.model(...)`, as in most hand-written loops."""
+    """The loop computes its own loss over `model.model(...)`, as most hand-written loops do."""
 
     def step(model, number):
         ids = batch(number)
@@ -195,7 +195,7 @@ def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen
 
 
 class ReentrantCheckpointAtTheEnd(SHAPES["Plain"]):
-    """Around a module that is no block, whose gradients come in the checkpoint's own backward pass."""
+    """Checkpoints a module that is not a block, whose gradients come in the checkpoint's own backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class ReentrantCheckpointAtTheEnd(SHAPES["Plain"]):
 
 
 def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_path):
-    """The head's gradient, of an early exit too, comes after the checkpoint's."""
+    """The head's gradient, also that of an early exit, comes after the checkpoint's."""
 
     def step(model, number):
         ids = batch(number)
@@ -232,7 +232,7 @@ def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_p
     session.close()
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # it looks into this library, too
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # it inspects this library, too
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("compiled", ["model", "blocks", "blocks before the optimizer is made"])
 def test_a_compiled_model_trains_as_in_memory(tmp_path, monkeypatch, capfd, compiled, backend):
@@ -264,7 +264,7 @@ def test_a_compiled_model_trains_as_in_memory(tmp_path, monkeypatch, capfd, comp
 
 
 class Experts(nn.Module):
-    """Of several pieces, the first and the last without a gradient."""
+    """Several pieces, the first and the last without a gradient."""
 
     def __init__(self, idle):
         super().__init__()

@@ -1,8 +1,8 @@
-"""On the path of every process of DeepSpeed's own tests: what MEMASCEND_SUITE says happens once deepspeed is imported.
+"""Loaded by every process of DeepSpeed's own tests: applies MEMASCEND_SUITE once deepspeed is imported.
 
-``stock``: fp16 is allowed on a CPU, or most tests skip. ``enabled``: memascend is enabled too, at first with nothing
-but ZeRO-3, then with each configuration that a test brings. DeepSpeed's tests start processes of their own, so a plugin
-of pytest would not reach them.
+``stock``: fp16 is allowed on a CPU; otherwise most tests would be skipped. ``enabled``: memascend is enabled too, at
+first with nothing but ZeRO-3, then with each configuration that a test brings. DeepSpeed's tests start their own
+processes, which a pytest plugin would not reach.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds ``deepspeed`` as the others do, and has ``action`` run at the end of its import."""
+    """Finds ``deepspeed`` as the other finders do, and runs ``action`` at the end of its import."""
 
     def __init__(self, action: Any) -> None:
         self._action = action

@@ -1,4 +1,4 @@
-"""An Accelerate script with a DeepSpeed plugin as people write them; it knows nothing of memascend."""
+"""An Accelerate script with a DeepSpeed plugin, as users write it; it knows nothing of memascend."""
 
 import argparse
 import json

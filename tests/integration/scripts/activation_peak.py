@@ -45,7 +45,7 @@ def memory(name):
 
 
 def step():
-    """Bytes of the peak over what was resident before the step."""
+    """Return the bytes of the step's peak above what was resident before it."""
     model.zero_grad(set_to_none=False)
     gc.collect()
     before = memory("VmRSS")
@@ -57,7 +57,8 @@ def step():
 
 
 def offloaded_step(cache, kept):
-    """Reductions measured and predicted of one step, the latter from the rates and the record of this very step."""
+    """Return one step's measured and predicted reduction; the prediction
+    uses the rates and the record of this same step."""
     begun = cache.tier.transferred
     peak = step()
     cache.tier.wait()

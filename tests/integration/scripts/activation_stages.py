@@ -17,7 +17,7 @@ deepspeed.init_distributed("gloo")
 
 
 def train(stage):
-    """Losses of three steps, and the sum of each tensor at the end."""
+    """Return the losses of three steps, and the sum of each tensor at the end."""
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
     engine, *_ = deepspeed.initialize(

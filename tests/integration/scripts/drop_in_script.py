@@ -1,7 +1,7 @@
 """Trainings of a user who adds `"memascend": {}` to a DeepSpeed JSON and calls nothing else of ours.
 
-`python drop_in_script.py DS_CONFIG CONTEXT RESULT MODEL_CONFIG...`: two steps of each model in turn. RESULT
-gets, by model configuration, the host buffers that live after the last step.
+`python drop_in_script.py DS_CONFIG CONTEXT RESULT MODEL_CONFIG...`: two steps of each model in turn. RESULT gets the
+host buffers that are live after the last step, by model configuration.
 """
 
 import gc
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-import torch._dynamo  # before zero.Init replaces torch.Tensor.new, which it inspects
+import torch._dynamo  # imported before zero.Init replaces torch.Tensor.new, which it inspects
 
 import memascend
 from memascend.integrations.deepspeed import active
@@ -19,7 +19,7 @@ from memascend.integrations.huggingface import causal_lm
 
 
 def train(ds_config: str, model_config: dict, context: int) -> list[list]:
-    """The ledger of host buffers: owner, name, bytes reserved."""
+    """Train two steps; return the ledger of host buffers: owner, name, bytes reserved."""
     with deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=torch.bfloat16):
         model = causal_lm(model_config, checkpointing="none")
     engine, *_ = deepspeed.initialize(model=model, config=ds_config, model_parameters=model.parameters())

@@ -1,7 +1,7 @@
-"""A training script as the README shows it, on the JSON that `memascend plan --write-config` wrote.
+"""A training script as the README shows it, with the JSON that `memascend plan --write-config` wrote.
 
-`python planned_script.py MODEL_CONFIG DS_CONFIG K CONTEXT RESULT`: three steps; RESULT gets bytes moved in each, the
-ledger of live buffers after the last, and the bytes that the swapped tensors take.
+`python planned_script.py MODEL_CONFIG DS_CONFIG K CONTEXT RESULT`: three steps. RESULT gets the bytes moved in each,
+the ledger of live buffers after the last, and the bytes that the swapped tensors take.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-import torch._dynamo  # before zero.Init replaces torch.Tensor.new, which it inspects
+import torch._dynamo  # imported before zero.Init replaces torch.Tensor.new, which it inspects
 
 import memascend
 from memascend.integrations.huggingface import causal_lm

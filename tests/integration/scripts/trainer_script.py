@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer script as people write them; it knows nothing of memascend."""
+"""A Hugging Face Trainer script, as users write it; it knows nothing of memascend."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from transformers import (
 class ScriptArguments:
     model: str
     result: str
-    initialise: str = ""  # a model type: a model of its own, large enough that parameters are swapped
+    initialise: str = ""  # a model type: initialise a model of that type, large enough that parameters are swapped
 
 
 class Text(torch.utils.data.Dataset):
@@ -49,7 +49,7 @@ class NotingTrainer(Trainer):
 
 def main():
     if not torch.cuda.is_available():
-        deepspeed.init_distributed(dist_backend="gloo")  # Accelerate does it for GPUs alone
+        deepspeed.init_distributed(dist_backend="gloo")  # Accelerate does it for GPUs only
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     if script.initialise:
         set_seed(0)
@@ -76,7 +76,7 @@ def main():
     }
     Path(f"{script.result}.{os.environ.get('RANK', '0')}").write_text(json.dumps(out))
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends without
+        torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends without it
 
 
 if __name__ == "__main__":

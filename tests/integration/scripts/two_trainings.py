@@ -1,4 +1,4 @@
-"""Trainings one after another in one process: what the process still holds after each, as JSON lines.
+"""Trainings one after another in one process; prints what the process still has open after each, as JSON lines.
 
 python two_trainings.py FOLDER AIO...: two trainings of one model with swap files in FOLDER for each AIO.
 """
@@ -23,7 +23,8 @@ HIDDEN, LAYERS, STEPS = 128, 3, 3
 
 
 def settled_counts() -> tuple[int, int]:
-    """Descriptors and threads; the kernel takes those of a ring down a little after it is closed."""
+    """Return the numbers of descriptors and threads; the kernel takes
+    those of a ring down a little after it is closed."""
     counts, since = None, time.monotonic()
     while time.monotonic() < since + 1:
         now = (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
@@ -33,7 +34,7 @@ def settled_counts() -> tuple[int, int]:
 
 
 def pinned_bytes() -> int:
-    """What the kernel has pinned for rings of this process."""
+    """Return the bytes that the kernel has pinned for rings of this process."""
     [line] = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmPin:")]
     return int(line.split()[1]) * 1024
 
@@ -92,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    kept = []  # as a user's variables do, the engines outlive their trainings
+    kept = []  # the engines outlive their trainings, as they do in variables of a user
     print(json.dumps({"can_register": can_register(folder)}))
     for aio in sys.argv[2:]:
         for _ in range(2):
