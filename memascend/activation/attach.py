@@ -58,6 +58,8 @@ class _Passes:
         return self  # a copy of a model offloads to the same tier
 
     def begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Hook before the model's forward: start offloading, unless the pass has no gradients or belongs to a backward
+        pass. Raises RuntimeError under torch.compile."""
         entered = self._open()
         if not torch.is_grad_enabled() or self.cache.in_backward():
             entered.append(None)
@@ -70,6 +72,7 @@ class _Passes:
         self.cache.enter_module(module)
 
     def end(self, module: torch.nn.Module, *_: Any) -> None:
+        """Hook after the model's forward: end what `begin` has started. No effect after a `begin` that failed."""
         entered = self._open()
         context = entered.pop() if entered else None
         if context is not None:
@@ -77,6 +80,7 @@ class _Passes:
             context.__exit__(None, None, None)
 
     def _open(self) -> list[AbstractContextManager[Any] | None]:
+        """Return the passes in progress in this thread, the innermost last."""
         if not hasattr(self._local, "entered"):
             self._local.entered = []
         entered: list[AbstractContextManager[Any] | None] = self._local.entered

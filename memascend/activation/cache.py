@@ -150,6 +150,7 @@ class ActivationCache:
 
     @property
     def statistics(self) -> CacheStatistics:
+        """A copy of the counters, after releasing regions that no graph references any more."""
         with self._lock:
             self._release_unreferenced()
             return replace(self._counts, live_tensors=len(self._live), resident=self._resident, peak=self._peak)
@@ -221,6 +222,7 @@ class ActivationCache:
     # -- forward: pack -------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> InMemory | View:
+        """Return what autograd keeps in place of a tensor, and start writing its region if that is to be offloaded."""
         if getattr(self._local, "stack", None) is None and not self.in_backward():
             torch._C._autograd._pop_saved_tensors_default_hooks()  # left behind by Ctrl-C, after `active` has ended
             return InMemory(tensor, "")
@@ -255,6 +257,7 @@ class ActivationCache:
             return view
 
     def _is_activation(self, tensor: torch.Tensor) -> bool:
+        """Return whether the cache may offload a saved tensor: large, dense, no weight, not in a backward pass."""
         if tensor.device.type != self._device or tensor.layout != torch.strided or self.in_backward():
             return False
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() == 0:
@@ -292,6 +295,7 @@ class ActivationCache:
             self._local.record.add(saved.name, saved.nbytes)
 
     def _is_to_be_offloaded(self, saved: Region) -> bool:
+        """Return whether a new region goes to the tier, by policy or plan, write budget and free space."""
         offloaded = self._local.record.offloaded_bytes if self._recording() else 0
         if self._policies is not None:
             if self._policy() != OFFLOAD:
@@ -368,6 +372,7 @@ class ActivationCache:
         return packed.of(memory)
 
     def _from_memory(self, saved: Region) -> torch.Tensor | None:
+        """Return the region's memory, or None if it must be read first. Raises ActivationError if it was lost."""
         if saved.error is not None:
             raise self._failure(saved)
         if saved.reading is not None or saved.memory is None:
@@ -385,6 +390,7 @@ class ActivationCache:
         return error
 
     def _read(self, saved: Region) -> None:
+        """Start reading a region, unless it is in memory, is being read or was lost. Requires the lock."""
         if saved.reading is not None or saved.memory is not None or saved.error is not None:
             return
         if self._closed:  # it was in memory at that time, until its write ended

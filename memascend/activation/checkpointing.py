@@ -42,6 +42,7 @@ class _Offloaded:
         transfer.offload(hidden, self._host, self._slot)
 
     def prefetch(self) -> None:
+        """Start copying the hidden states back to the device, unless that was done."""
         if self._arrival is None:
             self._arrival = self._transfer.fetch(self._host, self._slot)
 
@@ -82,6 +83,8 @@ class OffloadedCheckpoint:
         self._warned = False
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function` as torch's `checkpoint` does, with its hidden states in host memory until backward. Without
+        gradients, or without hidden states as the first argument, nothing is offloaded."""
         if not torch.is_grad_enabled():
             return self.plain(function, *args, **kwargs)
         function, args = _hidden_first(function, args)
@@ -113,6 +116,7 @@ class OffloadedCheckpoint:
         return pack
 
     def _warn_of(self, hidden: Any) -> None:
+        """Log, once, that a checkpoint stays on the device since the first argument is not hidden states."""
         if not self._warned:
             self._warned = True
             found = "nothing" if hidden is None else type(hidden).__name__

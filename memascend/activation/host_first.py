@@ -80,6 +80,7 @@ class HostFirst(TierBase):
         return self._below.transferred
 
     def _let_go(self, key: str) -> bool:
+        """Keep a tensor's buffer for reuse; return False if the tensor is not in host memory. Requires `_lock`."""
         buffer = self._here.pop(key, None)
         if buffer is None:
             return False
@@ -88,6 +89,7 @@ class HostFirst(TierBase):
         return True
 
     def _buffer(self, nbytes: int) -> torch.Tensor | None:
+        """Return a buffer of `nbytes`, or None if it would exceed the limit. Requires `_lock`."""
         spare = self._spare.get(nbytes)
         if spare:
             return spare.pop()
@@ -104,6 +106,7 @@ class HostFirst(TierBase):
 
 
 def _ended(what: str) -> Completion:
+    """Return a completion that has ended successfully."""
     promise = Promise(what)
     promise.set_result(None)
     return promise

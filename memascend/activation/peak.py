@@ -98,10 +98,12 @@ def _comes(regions: list[_Region], number: int, ratio: float) -> float:
 
 
 def _end(simulated: SimulationResult) -> float:
+    """Return the time in seconds at which the device has finished."""
     return max((event.end_s for event in simulated.events if event.resource == "device"), default=0.0)
 
 
 def _regions(record: Record, plan: Plan, policies: Mapping[str, str] | None) -> list[_Region]:
+    """Return the record's regions with their policies, and one without bytes for the rest of forward."""
     regions: list[_Region] = []
     offloaded, last_s = 0, 0.0
     for name, nbytes, at_s in record.tensors:
@@ -134,6 +136,7 @@ def _folded(regions: list[_Region]) -> list[_Region]:
 
 
 def _forward(regions: list[_Region], entry_bytes: float) -> list[Task]:
+    """Return the forward tasks: for each region its computation, its entry into the pool, and its write."""
     tasks: list[Task] = []
     for number, region in enumerate(regions):
         before = (f"save {number - 1}",) if number else ()

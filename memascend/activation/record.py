@@ -31,9 +31,11 @@ class Record:
     _begin: float = field(default_factory=time.monotonic)
 
     def add(self, name: str, nbytes: int) -> None:
+        """Add a region that has just been saved."""
         self.tensors.append((name, nbytes, time.monotonic() - self._begin))
 
     def end(self) -> None:
+        """Record the duration of the forward pass, which ends now."""
         self.forward_s = time.monotonic() - self._begin
 
     @property

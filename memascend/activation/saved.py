@@ -78,6 +78,7 @@ class Region:
 
     @property
     def key(self) -> str:
+        """The region's name on the tier."""
         return f"activation-{self.number}"
 
     def is_version_of(self, tensor: torch.Tensor) -> bool:
@@ -101,6 +102,7 @@ class InMemory:
         self.tensor, self.version, self.name = tensor, tensor._version, name
 
     def unpack(self) -> torch.Tensor:
+        """Return the tensor. Raises ActivationError if it was changed in place since it was saved."""
         if self.tensor._version != self.version:
             raise ActivationError(
                 f"a tensor saved in {self.name} ({tuple(self.tensor.shape)}, {self.tensor.dtype}) was modified in "
@@ -144,6 +146,7 @@ class View:
         self.offset_bytes = tensor.storage_offset() * tensor.element_size() - saved.begin
 
     def unpack(self) -> torch.Tensor:
+        """Return the saved tensor, for autograd. Raises ActivationError if it was lost, or changed in place since."""
         self._version.check(f"activation {self.saved.name} ({tuple(self.shape)}, {self.dtype})")
         return self._owner.unpack(self)
 
@@ -182,5 +185,6 @@ def span_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, i
 
 
 def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+    """Return `nbytes` of the tensor's storage from byte `begin` on, as a uint8 view."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))

@@ -97,6 +97,7 @@ class StagedTier:
 
     @property
     def free_bytes(self) -> int:
+        """Bytes available on the tier, without those of writes that are still queued here."""
         return self._tier.free_bytes - self._queued_bytes
 
     @property
@@ -113,6 +114,7 @@ class StagedTier:
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _streams_of(self, device: torch.device) -> Any:
+        """Return the streams of a device, created on first use."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = self._make_streams(device)
@@ -145,6 +147,7 @@ class StagedTier:
             room.set_result(None)
 
     def _take(self, nbytes: int) -> torch.Tensor:
+        """Return an idle slot of `nbytes`, or a new one from the allocator."""
         with self._lock:
             if self._idle[nbytes]:
                 self._idle_bytes -= nbytes

@@ -32,11 +32,13 @@ class _Segment:
         self.carve(slot_bytes)
 
     def carve(self, slot_bytes: int) -> None:
+        """Divide the reservation into free slots of `slot_bytes`."""
         self.slot_bytes = slot_bytes
         self.count = self.buffer.numel() // slot_bytes
         self.free = list(range(self.count))[::-1]
 
     def collect(self) -> None:
+        """Make the slots free whose `Slot` objects are gone."""
         while self.returned:
             gone = self.returned.popleft()
             self.leased.discard(gone)
@@ -44,6 +46,7 @@ class _Segment:
 
     @property
     def empty(self) -> bool:
+        """Whether no slot is in use."""
         return len(self.free) == self.count
 
     def __del__(self) -> None:
@@ -134,6 +137,7 @@ class CheckpointStore:
         return None
 
     def _add(self, slot_numel: int, dtype: torch.dtype, blocks: int) -> _Segment:
+        """Add a reservation of `blocks` slots. Raises MemoryError if the allocator refuses."""
         buffer = self.allocator.allocate(slot_numel * blocks, dtype, name="activation checkpoints", owner=OWNER)
         segment = _Segment(buffer, slot_numel * dtype.itemsize)
         self._segments.append(segment)

@@ -21,11 +21,13 @@ def calls_itself(module: torch.nn.Module) -> bool:
 
 
 def device_in_use() -> str:
+    """Return the type of torch's current accelerator, or "cpu" if there is none available."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator.type if accelerator is not None else "cpu"
 
 
 def free_device_bytes(device: str) -> int | None:
+    """Return the free bytes of the current device of this type ("cpu": of the machine), or None if unknown."""
     if device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     module = torch.get_device_module(device)

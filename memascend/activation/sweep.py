@@ -62,6 +62,7 @@ class Sweep:
             self._cursor -= 1
 
     def _wanted(self, place: int) -> Region | None:
+        """Return the region at this position if it has to be read for backward, else None. Counts a step."""
         self.steps += 1
         region = self._regions[place]()
         if region is None or not region.on_tier or region.memory is not None or region.unpacks >= region.packs:

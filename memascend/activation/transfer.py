@@ -72,6 +72,7 @@ class DeviceStreams:
         return self._module.stream(self.side)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Return new device memory with the size, strides and dtype of `host`."""
         return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -91,6 +92,7 @@ class StreamTransfer:
         self._streams = streams
 
     def offload(self, source: torch.Tensor, target: torch.Tensor, slot: Slot) -> None:
+        """Start copying `source` to the slot, after the current stream's queued work; `source` may be dropped."""
         streams = self._streams
         streams.side.wait_event(streams.current().record_event())  # after the source has been computed
         self._wait_for_other_devices(slot)
@@ -100,6 +102,7 @@ class StreamTransfer:
         slot.pending[streams.device] = streams.side.record_event()
 
     def fetch(self, source: torch.Tensor, slot: Slot) -> Arrival:
+        """Start copying `source`, in the slot, to new device memory."""
         streams = self._streams
         self._wait_for_other_devices(slot)
         with streams.on_side():
@@ -109,12 +112,14 @@ class StreamTransfer:
         return Arrival(tensor, event)
 
     def finish(self, arrival: Arrival) -> torch.Tensor:
+        """Return the device tensor, valid for work submitted to the current stream from here on. Does not block."""
         current = self._streams.current()
         current.wait_event(arrival.event)
         self._streams.keep_for(arrival.tensor, current)
         return arrival.tensor
 
     def _wait_for_other_devices(self, slot: Slot) -> None:
+        """Let the side stream wait for copies between the slot's reservation and other devices."""
         for device, event in list(slot.pending.items()):
             if device != self._streams.device:
                 self._streams.side.wait_event(event)

@@ -84,6 +84,7 @@ class Accumulation(PassRuntime):
         return results
 
     def _in_order(self, function: Callable[[Any], Any], batches: Sequence[Any], order: str) -> list[Any]:
+        """Run the micro-batches in the requested order if possible; record the order and why in `accumulated`."""
         if order == "horizontal" or len(batches) < 2:
             self.accumulated = "horizontal", "as asked for" if len(batches) > 1 else "one micro-batch"
             return self._one_after_another(function, batches)
@@ -102,6 +103,7 @@ class Accumulation(PassRuntime):
         return self._vertically(function, batches, known)
 
     def _not_vertical(self) -> str | None:
+        """Return why no micro-batches can run side by side in this step, or None if they can."""
         if self.units.device.type != "cpu":
             return f"micro-batches go side by side on the CPU alone, and {self.units.device} computes"
         if self._swapping is not None:
@@ -111,6 +113,7 @@ class Accumulation(PassRuntime):
         return cannot_be_carried_over()
 
     def _one_after_another(self, function: Callable[[Any], Any], batches: Sequence[Any]) -> list[Any]:
+        """Run the micro-batches in turn. After an error the current step is given up."""
         self._in_turn = True
         try:
             return [function(each) for each in batches]
@@ -137,6 +140,8 @@ class Accumulation(PassRuntime):
         return results
 
     def _vertically(self, function: Callable[[Any], Any], batches: Sequence[Any], route: Route) -> list[Any]:
+        """Run the micro-batches side by side on `route`, and use the sums of their gradients. After an error the
+        current step is given up."""
         alone, passes = self.at_work, [PassInProgress(number) for number in range(len(batches))]
 
         def enter(number: int) -> None:

@@ -82,6 +82,8 @@ class _Mapping:
         self._has_some: dict[int, bool] = {}
 
     def __call__(self, node: Any) -> Any:
+        """Return `node` with all nodes of the type changed. Leaves, and objects of other classes without such nodes,
+        are returned as they are. Raises TypeError for an object that cannot be copied."""
         if isinstance(node, self._kind):
             return self._change(node)
         if node is None or isinstance(node, (*_LEAVES, torch.Tensor)):
@@ -113,6 +115,7 @@ class _Mapping:
         return self._has_some[id(root)]
 
     def _look_at(self, root: Any) -> None:
+        """Record for every object that `root` leads to whether it leads to a node of the type."""
         parents: dict[int, list[int]] = {id(root): []}
         nodes, waiting, found = [root], [root], []
         while waiting:
@@ -137,6 +140,7 @@ class _Mapping:
 
 
 def _children(node: Any) -> list[Any]:
+    """Return the nodes that a node refers to directly; none if its contents are not followed."""
     if (known := SUPPORTED_NODES.get(type(node))) is not None:
         return list(known.flatten_fn(node)[0])
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -159,6 +163,7 @@ def _is_value(node: Any) -> bool:
 
 
 def _is_of_python(node: Any) -> bool:
+    """Return whether the node's class is a heap type, as classes defined in Python are."""
     return bool(type(node).__flags__ & _PYTHON_CLASS)
 
 
@@ -176,6 +181,7 @@ def _attributes(node: Any) -> dict[str, Any]:
 
 
 def _shallow(node: Any) -> Any:
+    """Return a shallow copy. Raises TypeError for an object with a `__del__`, or one that copy.copy refuses."""
     if hasattr(type(node), "__del__"):
         raise TypeError(f"an argument of type {type(node).__name__} holds tensors, and has a __del__ of its own")
     try:

@@ -46,6 +46,7 @@ _OPEN = frozenset({"builtins", "types", "argparse", "collections", "abc", "typin
 
 
 def _kind_of(of: Any) -> ValueKind:
+    """Return how values of this type are tracked."""
     if issubclass(of, torch.Tensor):
         return ValueKind.TENSOR
     if issubclass(of, _GENERATORS) and not issubclass(of, random.SystemRandom):  # which has no state
@@ -80,6 +81,7 @@ def _is_inert(of: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def has_dict(of: type) -> bool:
+    """Return whether objects of this type have an attribute dict that no property named `__dict__` hides."""
     found = [vars(each)["__dict__"] for each in of.__mro__ if "__dict__" in vars(each)]
     known = types.GetSetDescriptorType | types.MemberDescriptorType  # not a property named `__dict__`
     return bool(found) and all(isinstance(each, known) for each in found)
@@ -87,6 +89,7 @@ def has_dict(of: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(of: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Return the descriptors of all slots that a type and its bases define."""
     bases = [vars(each) for each in of.__mro__ if "__slots__" in vars(each)]
     return tuple(each for base in bases for each in base.values() if isinstance(each, types.MemberDescriptorType))
 
@@ -111,5 +114,6 @@ _MATTERS = _OfTypes(lambda of: KINDS[of] is not ValueKind.NOTHING)
 
 
 def that_matter(values: Iterable[Any]) -> list[Any]:
+    """Return those values that are tracked by more than their reference, in order."""
     values = list(values)
     return list(compress(values, map(_MATTERS.__getitem__, map(type, values))))

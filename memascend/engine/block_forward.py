@@ -28,6 +28,7 @@ class BlockForward:
 
     @property
     def modules(self) -> list[nn.Module]:
+        """The block and all of its submodules."""
         block = self._block()
         assert block is not None
         return list(block.modules())
@@ -105,6 +106,7 @@ class _OwnCache:
         self._cache, self._filled = cache, filled
 
     def made(self) -> Any:
+        """Return a new copy of the cache; the tensors of a filled one are shared with the original."""
         return _copy_around_tensors(self._cache) if self._filled else copy.deepcopy(self._cache)
 
     def is_missing_in(self, made: Any) -> bool:

@@ -53,10 +53,11 @@ class BlockRuntime:
     weights: UnitWeights
     at_work: PassInProgress
     in_block = 0  # forward passes of blocks in progress, recomputations included
-    generation = 0  # of the weights: changes after each step, completed or given up
+    generation = 0  # changes with the weights: after each step, completed or given up
 
     @property
     def visits(self) -> Visits:
+        """The backward visits of the micro-batch at work."""
         return self.at_work.visits
 
     @property
@@ -96,6 +97,7 @@ class BlockRuntime:
         return tensor
 
     def bring_back(self, kept: Any) -> torch.Tensor:
+        """Return the hidden states for a handle that `keep_input` has returned."""
         tensor: torch.Tensor = kept
         return tensor
 

@@ -137,6 +137,7 @@ class BufferTable:
         self._pumping = False
 
     def use(self, entry: StreamEntry) -> Use:
+        """Return how the entry's buffer is used now, according to the owner or to the counted users."""
         if self._owner is not None:
             return self._owner.use_of(entry.key)
         if entry.users:
@@ -144,12 +145,16 @@ class BufferTable:
         return Use.COPIED if entry.spent else Use.IDLE
 
     def require_used(self, key: Hashable, verb: str) -> StreamEntry:
+        """Return the entry of a tensor in use (with an owner: of one that has a buffer). Raises ValueError otherwise,
+        with the participle `verb` in its message."""
         entry = self.entries.get(key)
         if entry is None or (self._owner is None and not entry.users):
             raise ValueError(f"stream of weights: {key!r} is {verb}, but is not in use: do it once per fetch")
         return entry
 
     def finish_visit(self, entry: StreamEntry, *, spent: bool) -> None:
+        """End one use of a visit. The last one ends the visit: the buffer is retired, unless the queue visits the
+        tensor again or the device has a copy (`spent`)."""
         entry.users -= 1
         if entry.users > 0:
             return
@@ -161,11 +166,13 @@ class BufferTable:
             self.buffer_free.notify_all()
 
     def end_use(self, entry: StreamEntry) -> None:
+        """Undo `join` or `admit` after a failed fetch; a buffer without users and visits is retired."""
         entry.users -= 1
         if entry.users == 0 and self._owner is None and self.entries.get(entry.key) is entry and not entry.visits:
             self.retire(entry)
 
     def join(self, key: Hashable) -> StreamEntry | None:
+        """Add a user to a tensor that has a buffer, and return its entry; None if it has no buffer."""
         entry = self.entries.get(key)
         if entry is not None:
             entry.users += 1
@@ -191,6 +198,7 @@ class BufferTable:
         return entry
 
     def start_read(self, entry: StreamEntry, priority: int) -> None:
+        """Submit the read of a tensor into its slot. If that fails, the entry is retired and the error is raised."""
         slot = entry.slot
         try:
             entry.read = self.storage.read(entry.key, slot, priority=priority)
@@ -202,6 +210,7 @@ class BufferTable:
         entry.read.add_done_callback(self.transfer_ended)
 
     def _has_writes(self, key: Hashable) -> bool:
+        """Return whether a write of the key is in flight, or has failed."""
         there = self.entries.get(key)
         leaving = any(entry.key == key and entry.writes for entry in self.retiring)
         return leaving or key in self.failed_writes or (there is not None and bool(there.writes))
@@ -236,6 +245,7 @@ class BufferTable:
             self.pump()
 
     def pump(self) -> None:
+        """Start the reads of the queue in order, until no buffer is available for the next one."""
         if self._pumping or not self.queue:  # already pumping: a transfer ended while being submitted
             return
         self._pumping = True
@@ -246,6 +256,7 @@ class BufferTable:
             self._pumping = False
 
     def _pump_one(self, key: Hashable) -> bool:
+        """Count a visit of a tensor, whose read is started if it has no buffer. Return False if it gets none."""
         entry = self.entries.get(key)
         if entry is None:
             try:
@@ -258,6 +269,7 @@ class BufferTable:
         return True
 
     def slot_numel(self, numel: int) -> int:
+        """Return `numel` rounded up to a multiple of `StreamOptions.slot_multiple`."""
         return -(-numel // self._options.slot_multiple) * self._options.slot_multiple
 
     @property
@@ -267,6 +279,7 @@ class BufferTable:
         return source
 
     def lease(self, key: Hashable) -> StreamEntry | None:
+        """Return an entry with a free buffer for the tensor, or None. Warns once per size that wastes memory."""
         self.sweep()
         numel = self.numels[key]
         slot_numel = self.slot_numel(numel)
@@ -288,6 +301,7 @@ class BufferTable:
         return entry
 
     def lease_extra(self, key: Hashable) -> StreamEntry:
+        """Return an entry with a buffer outside of the pool. Warns when this happens for the first time."""
         numel, extra = self.numels[key], self.extra
         assert extra is not None
         entry = StreamEntry(key, numel, source=extra)
@@ -303,9 +317,11 @@ class BufferTable:
         return entry
 
     def _shares_a_class(self, entry: StreamEntry, numel: int) -> bool:
+        """Return whether the entry's slot can serve a tensor of `numel` elements."""
         return self.pool is not None and entry.source is self.pool and self.pool.share_a_class(numel, entry.numel)
 
     def _take_a_copied_one(self, numel: int) -> None:
+        """Retire a tensor that the device has a copy of and whose slot fits, if there is one."""
         for entry in self.entries.values():
             if self.use(entry) is Use.COPIED and self._shares_a_class(entry, numel) and entry.is_quiet():
                 self._lose(entry, Use.COPIED)
@@ -326,6 +342,7 @@ class BufferTable:
         return None
 
     def _lose(self, entry: StreamEntry, use: Use) -> None:
+        """Retire an entry in favour of another tensor: count it, and notify the owner."""
         if use is Use.COPIED:
             self.counts.taken += 1
         else:
@@ -345,6 +362,7 @@ class BufferTable:
             self.buffer_free.notify_all()
 
     def sweep(self) -> None:
+        """Return retiring buffers on which nothing works any more, and record their failed writes."""
         if not self.retiring:
             return
         for entry in [entry for entry in self.retiring if entry.is_quiet()]:
@@ -353,6 +371,7 @@ class BufferTable:
             self.hand_back(entry)
 
     def hand_back(self, entry: StreamEntry) -> None:
+        """Return a retiring entry's buffer to its source. Idempotent."""
         if entry in self.retiring:
             self.retiring.remove(entry)
             self._give_back(entry)
@@ -363,6 +382,7 @@ class BufferTable:
         entry.lease = None  # breaks a cycle, so that an extra buffer is freed with its last view
 
     def end_write(self, entry: StreamEntry, write: Completion) -> None:
+        """Wait for a write of the entry, remove it from the entry, and record its failure in `failed_writes`."""
         failure: BaseException | None = None
         try:
             write.wait()

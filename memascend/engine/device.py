@@ -136,6 +136,7 @@ class DeviceWeights:
         return self._copies.to_device(host, target, after)
 
     def tensor(self, key: str) -> torch.Tensor:
+        """Return the flat device slot of a unit, between `bring` and `give_back`. Raises KeyError otherwise."""
         return self._in_use[key]
 
     def give_back(self, key: str) -> None:

@@ -89,6 +89,7 @@ class EngineState(HookedRuntime):
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
 
     def _require_groups(self) -> None:
+        """Raise ValueError if a trained parameter is in no parameter group of the optimizer."""
         if missing := [name for name in self.layout.order if name not in self._groups]:
             raise ValueError(
                 f"{missing[0]} requires a gradient but is in no param group of the optimizer ({len(missing)} such "
@@ -200,6 +201,7 @@ class EngineState(HookedRuntime):
         return self._swapping.computed_again(unit.key) if self._swapping is not None else 1.0
 
     def computed_outside(self, seconds: float) -> None:
+        """Record the seconds of a forward pass with a slice in memory; during backward nothing is recorded."""
         if not self.at_work.backward_begun:
             self._profile.outside_s += seconds
 
@@ -269,6 +271,7 @@ class EngineState(HookedRuntime):
         return self._passes + self._side_by_side >= self.options.accumulate
 
     def _require_no_function(self, call: str) -> None:
+        """Raise RuntimeError if `call` was made inside the function of a micro-batch."""
         if self._together is not None or self._in_turn:
             raise RuntimeError(
                 f"{call} was called inside the function of a micro-batch, whose gradients belong to the same step as "
@@ -290,6 +293,7 @@ class EngineState(HookedRuntime):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _flush(self) -> None:
+        """Wait for all writes of weights and states. Raises the first failure."""
         self._stream.flush()
         if self._states is not None:
             self._states.flush()
@@ -307,6 +311,7 @@ class EngineState(HookedRuntime):
             raise failures[0]
 
     def _settings(self, name: str) -> AdamSettings:
+        """Return the settings of a parameter's next update, from its group as it is now."""
         return AdamSettings.of(self._groups.of(name), self.steps[name] + 1, self.gradients.factors.get(name, 1.0))
 
     def gradient_stream(self) -> WeightStream:

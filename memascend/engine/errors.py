@@ -18,6 +18,7 @@ class InterruptedUpdate(ValueError):
 
     @classmethod
     def of(cls, folder: Path) -> InterruptedUpdate:
+        """Return the error for the states in `folder`."""
         return cls(
             f"{folder}: a step was interrupted while it replaced the only version of the states, which are incomplete "
             "(one version is kept, and no gradients to redo the step from): continue from the last checkpoint"

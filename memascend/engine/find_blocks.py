@@ -49,6 +49,7 @@ def largest_list(model: nn.Module) -> list[nn.Module]:
 
 
 def _lists_of_layers(module: nn.Module, least: int) -> list[list[nn.Module]]:
+    """Return the outermost lists with at least `least` layers, in the model's order."""
     layers = _layers_of(module)
     if len(layers) >= least and not _are_lists_themselves(layers):
         return [layers]
@@ -95,5 +96,6 @@ def _is_apart(layers: Sequence[nn.Module], users: Mapping[nn.Parameter, int]) ->
 
 
 def _numel(modules: Iterable[nn.Module]) -> int:
+    """Return the number of elements of the modules' parameters, each counted once."""
     owned = {parameter for module in modules for parameter in module.parameters()}
     return sum(parameter.numel() for parameter in owned)

@@ -27,6 +27,7 @@ class FrozenApart:
         }
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        """Read a unit's weights into one buffer; separate frozen elements take a second request."""
         if key not in self._trained:
             return self._store.read(key, tensor, priority=priority)
         numel = self._trained[key]
@@ -49,10 +50,13 @@ class FrozenApart:
 
 
 def frozen_key(key: Hashable) -> str:
+    """Return the key of a unit's frozen elements on the tier."""
     return f"frozen of {key}"
 
 
 def _both(first: Callable[[], Completion], second: Callable[[], Completion]) -> Completion:
+    """Submit two transfers of one buffer, and return a completion that ends when both have. A second transfer that
+    cannot be submitted makes it fail, but only once the first has ended."""
     begun = first()
     try:
         return all_of([begun, second()])

@@ -18,6 +18,8 @@ class GradientAccess(StepRuntime):
     """
 
     def gradient_waits(self, name: str) -> bool:
+        """Return whether a parameter's complete gradient is on the tier; False if none has arrived. Raises RuntimeError
+        for one that is incomplete or was used already, and says how to make gradients wait."""
         if name in self.gradients.spent:
             raise RuntimeError(
                 f"the gradient of {name} was released by the last step(): read gradients before it (wait=True when the "
@@ -47,21 +49,26 @@ class GradientAccess(StepRuntime):
         return self.gradients.whole if self.updates.pending else ()
 
     def give_values(self, parameter: nn.Parameter) -> bool:
+        """Give a parameter its values outside of its own module's forward pass (`OutsideUse.hold`)."""
         return self._hooks.outside.hold(parameter)
 
     @whole
     def gradient_norm(self, name: str) -> float:
+        """Return the 2-norm of a waiting gradient, without the loss scale and with the loop's factors."""
         self.updates.raise_failure()
         self.updates.sum_waiting()
         return self.gradients.norm(name, self.updates.sums.of(name), self.scale)
 
     @whole
     def scale_gradient(self, name: str, factor: float) -> None:
+        """Multiply a waiting gradient by `factor`; `EngineOptions.clip` is then ignored in this step. Raises
+        RuntimeError as `gradient_waits` does."""
         self.gradient_waits(name)  # raises where access is refused
         self._clip = 0.0  # the loop clips by itself in this step
         self.gradients.multiply(name, factor)
 
     def forget_gradient(self, name: str) -> None:
+        """Note that a parameter's `.grad` was set to None. Raises RuntimeError if a gradient arrived in this step."""
         if name in self._arrived:
             raise RuntimeError(
                 f"the gradient of {name} cannot be discarded alone: optimizer.zero_grad() discards all of them"
@@ -70,6 +77,8 @@ class GradientAccess(StepRuntime):
 
     @whole
     def forget_gradients_of(self, names: set[str], *, set_to_none: bool) -> None:
+        """Discard the gradients of `names`, as `zero_grad` of their modules does. Raises RuntimeError if these are only
+        some of the gradients that have arrived, and inside the function of a micro-batch."""
         self._require_no_function("zero_grad()")
         arrived = set(self._arrived)
         if arrived & names and arrived - names:

@@ -87,6 +87,7 @@ class WaitingGradient(torch.Tensor):
         return f"WaitingGradient({self._name!r}, {tuple(self.shape)}, on the SSD)"
 
     def _norm(self, order: float = 2, dim: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+        """Return the 2-norm as a 0-d fp32 tensor. Raises NotStreamable for another order, or for single dimensions."""
         if order != 2 or dim is not None:
             raise NotStreamable(
                 f"the gradient of {self._name} is on the SSD, and only its overall 2-norm is known: clip by that "
@@ -95,17 +96,20 @@ class WaitingGradient(torch.Tensor):
         return torch.tensor(self._source.gradient_norm(self._name), dtype=torch.float32, device=self.device)
 
     def _scaled(self, factor: Any) -> WaitingGradient:
+        """Multiply the gradient by a number. Raises NotStreamable for a tensor of several elements."""
         if isinstance(factor, torch.Tensor) and factor.numel() != 1:
             raise NotStreamable(f"the gradient of {self._name} is on the SSD: it can only be multiplied by a number")
         self._source.scale_gradient(self._name, float(factor))
         return self
 
     def numpy(self, *_: Any, **__: Any) -> Any:
+        """Raise NotStreamable, as `tolist` and `__array__` do: there are no values in memory."""
         raise self._refusal("numpy()")
 
     tolist = __array__ = numpy
 
     def _refusal(self, what: str) -> NotStreamable:
+        """Return the error for an operation that a waiting gradient does not support."""
         if what.startswith("_amp_"):
             return no_scaler()
         return NotStreamable(
@@ -141,6 +145,8 @@ class _OfAStreamedModel:
 
     @property
     def grad(self) -> torch.Tensor | None:
+        """The gradient that autograd has stored, a `WaitingGradient` for one on the tier, or None. Raises RuntimeError
+        as `gradient_waits` does. Assigning anything but None or the same gradient raises NotStreamable."""
         stored, (source, name) = stored_gradient(self), getattr(self, _SOURCE, (None, ""))
         engine = source() if source is not None else None
         if stored is not None or engine is None or placeholders_allowed.get() or not engine.gradient_waits(name):
@@ -173,6 +179,7 @@ class _OfAStreamedModel:
         return engine is not None and engine.give_values(self)
 
     def _refuse(self, what: str) -> NotStreamable:
+        """Return the error for an operation on the parameter outside of its module's forward pass."""
         if what in ("grad", "backward"):
             return NotStreamable(
                 f"torch.autograd.grad(loss, parameters) and backward(inputs=...) do not reach a streamed parameter "
@@ -193,6 +200,7 @@ class _OfAStreamedModel:
 
 
 def no_scaler() -> NotStreamable:
+    """Return the error for a loss scaler of torch."""
     return NotStreamable(
         "a GradScaler cannot scale a streamed model's gradients: leave it out, and for weights of float16 let the "
         "engine take the scale out (session.engine.scale = 1024.0, then (1024.0 * loss).backward()); it leaves out a "
@@ -201,6 +209,7 @@ def no_scaler() -> NotStreamable:
 
 
 def no_copy() -> NotStreamable:
+    """Return the error for copying or pickling a streamed model."""
     return NotStreamable(
         "a streamed model cannot be copied or pickled, since its weights are on the SSD: take its state_dict(), and "
         "load that into another model"
@@ -209,6 +218,7 @@ def no_copy() -> NotStreamable:
 
 @functools.cache
 def _watched(kind: type) -> type:
+    """Return the class that a parameter of class `kind` has while its model is streamed."""
     return type(kind.__name__, (_OfAStreamedModel, kind), {"__module__": kind.__module__})
 
 
@@ -252,12 +262,15 @@ class StepGradients:
         self.zeroed = self.zeroed - names if set_to_none else self.zeroed | names
 
     def begin_pass(self, *, first: bool) -> None:
+        """Begin a backward pass; the `first` one of a step resets the factors."""
         self.spent = frozenset()
         if first:
             self.factors, self.whole = {}, frozenset()
 
     def multiply(self, name: str, factor: float) -> None:
+        """Apply a factor of the training loop to a gradient of this step."""
         self.factors[name] = self.factors.get(name, 1.0) * factor
 
     def norm(self, name: str, sum_of_squares: float, scale: float) -> float:
+        """Return the 2-norm of a gradient from its sum of squares, without the loss scale and with its factors."""
         return math.sqrt(sum_of_squares) / scale * abs(self.factors.get(name, 1.0))

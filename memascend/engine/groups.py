@@ -33,6 +33,7 @@ class GroupsNow:
         return groups[number]
 
     def _numbers(self, groups: Sequence[Group]) -> dict[str, int]:
+        """Return the number of each parameter's group, by the parameter's name."""
         members, numbers = self._found
         now = [(group["params"], len(group["params"])) for group in groups]
         if len(now) != len(members) or any(a is not b or m != n for (a, m), (b, n) in zip(now, members, strict=True)):

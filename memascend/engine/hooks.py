@@ -94,6 +94,7 @@ class ModelHooks:
 
     @property
     def model_passes(self) -> list[list[Unit] | None]:
+        """Forward passes of the model in progress in the micro-batch at work (see `KeptForBackward`)."""
         return self._runtime().at_work.model_passes
 
     def remove(self) -> None:
@@ -141,12 +142,15 @@ class ModelHooks:
                 self._weights.give_back(unit)
 
     def _end_inside(self, depth: int) -> None:
+        """End the uses of units whose forward passes are nested deeper than `depth`, the innermost first."""
         while len(self._inside) > depth:
             unit = self._inside.pop()
             self._profile.leaves(unit)
             self._release(unit)
 
     def _fetcher(self, unit: Unit, runtime: weakref.ref[HookedRuntime]) -> Callable[..., None]:
+        """Return the hook that begins a unit's use before the forward pass of its module."""
+
         @whole
         def fetch(*_: Any) -> None:
             if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
@@ -160,6 +164,8 @@ class ModelHooks:
         return fetch
 
     def _releaser(self, unit: Unit) -> Callable[..., None]:
+        """Return the hook that ends this use. It raises NotStreamable if the pass has changed the weights."""
+
         @whole
         def release(*_: Any) -> None:
             if self._inside and self._inside[-1] is unit:  # else its fetch has failed
@@ -198,6 +204,8 @@ class ModelHooks:
 
 
 def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Callable[[nn.Parameter], None]:
+    """Return the hook that autograd calls with a parameter whose gradient it has accumulated."""
+
     @whole
     def collect(parameter: nn.Parameter) -> None:
         runtime = engine()
@@ -214,6 +222,7 @@ def _collector(engine: weakref.ref[HookedRuntime], unit: Unit, part: Part) -> Ca
 
 
 def _hand_over(runtime: HookedRuntime, part: Part, parameter: nn.Parameter) -> None:
+    """Take a parameter's gradient from autograd, and pass it to the engine. Raises NotStreamable if it is gone."""
     gradient = stored_gradient(parameter)
     if gradient is None:
         raise NotStreamable(

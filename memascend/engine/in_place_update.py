@@ -135,9 +135,11 @@ class Redo:
 
     @property
     def facts(self) -> dict[str, Any]:
+        """A copy of the facts that `keep` is to receive."""
         return dict(self.record["facts"])
 
     def settings(self, order: Sequence[str]) -> dict[str, AdamSettings]:
+        """Return the recorded settings by parameter name; `order` is the layout's."""
         known = [
             AdamSettings(
                 step=step,
@@ -152,9 +154,11 @@ class Redo:
         return {name: known[number] for name, number in zip(order, self.record["of"], strict=True)}
 
     def is_done(self, unit: Unit) -> bool:
+        """Return whether the record names the unit's update as done."""
         return unit.key in self.record["done"]
 
     def did(self, unit: Unit) -> None:
+        """Record the unit's update as done, for the commit that includes its weights and states."""
         self.record["done"].append(unit.key)
 
     def keys(self, layout: Layout) -> list[str]:

@@ -74,10 +74,13 @@ class KeptInputs:
         return bool(self._kept)
 
     def _write(self, key: str) -> None:
+        """Start writing a filled buffer, and end its use."""
         self._stream.write(key)
         self._stream.release(key)
 
     def _write_what_came(self) -> None:
+        """Write the input whose copy to the host was started last, after that copy. Raises NotStreamable if the input
+        was changed in place meanwhile."""
         if self._coming is not None:
             (key, tensor, version, copied), self._coming = self._coming, None
             copied.synchronize()
@@ -89,6 +92,8 @@ class KeptInputs:
             self._write(key)
 
     def _stream_for(self, tensor: torch.Tensor) -> WeightStream | None:
+        """Return a stream with slots for such an input, with a new pool if necessary; None if its present slots do not
+        fit but are in use."""
         largest = self._largest[tensor.dtype] = max(tensor.numel(), self._largest.get(tensor.dtype, 0))
         pool = self._buffers.checkpoints
         if self._are_held():  # in slots that cannot be replaced now
@@ -118,6 +123,7 @@ class KeptInputs:
         return out
 
     def _after(self, number: int) -> list[int]:
+        """Return the numbers of the inputs that backward needs after `number`: two, or fewer at the end."""
         if not self._groups:
             return [before for before in (number - 1, number - 2) if before >= 0]
         if number not in self._follows:
@@ -146,6 +152,7 @@ class KeptInput:
         self._inputs, self._number, self._shape, self._stride = inputs, number, tensor.shape, tensor.stride()
 
     def tensor(self) -> torch.Tensor:
+        """Return the input in memory of its own, with its original strides."""
         return self._inputs.read(self._number, self._shape, self._stride)
 
 

@@ -57,11 +57,13 @@ class JobThread:
         self.raise_failure()
 
     def _await_all(self) -> None:
+        """Wait until every submitted job is done or discarded."""
         with self._shared.changed:
             while self._shared.queued:
                 interrupts.wait(self._shared.changed.wait)
 
     def raise_failure(self) -> None:
+        """Raise the failure that has occurred first since the start or the last `abandon`, if any."""
         if self._shared.failure is not None:
             self.failure_was_raised = True
             raise self._shared.failure
@@ -116,6 +118,7 @@ class _Shared:
         self.failure: BaseException | None = None
 
     def work(self, begin: Job) -> None:
+        """The thread's target: run `begin`, then queued jobs until None comes; after a failure, discard them."""
         error = _tried(begin, lambda: None)
         with self.changed:
             self.failure = self.failure or error
@@ -130,6 +133,7 @@ class _Shared:
 
 
 def _tried(job: Job, clean_up: Job) -> BaseException | None:
+    """Run a job. Return its error, after `clean_up`, or None."""
     try:
         job()
     except BaseException as error:

@@ -21,6 +21,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
+    """Return the value from which `to_json` has made this one."""
     if isinstance(value, dict):
         if set(value) == {_PAIRS}:
             return {from_json(key): from_json(each) for key, each in value[_PAIRS]}

@@ -27,7 +27,7 @@ class KeptBuffers:
     def __init__(self, model: nn.Module, store: StateStore) -> None:
         self._model, self._store = model, store
         self._reserved = 0  # bytes of one version
-        self._digest: bytes | None = None  # of the buffers in the store
+        self._digest: bytes | None = None  # digest of the buffers in the store
 
     def begin(self) -> None:
         """Write the current buffers to a new store, with its first commit."""

@@ -161,6 +161,7 @@ class Layout:
 
     @property
     def own_masters(self) -> bool:
+        """Whether the weights are their own masters, so that a piece's states include no separate one."""
         return self.states in (self.weights, torch.int8)
 
     @property
@@ -321,6 +322,8 @@ def _cut_by_rows(unit: UnitParameters, first: dict[str, int], limit: int, step: 
 
 
 def _unit(unit: UnitParameters, first: dict[str, int], limit: int, step: int) -> Unit:
+    """Return a unit with its trained parts first, each beginning at a multiple of `step` elements, and with its pieces.
+    `first`: the model-wide number of each trained parameter's first element."""
     parts, place = [], 0
     for name, shape, trained in sorted(unit.parameters, key=lambda each: not each[2]):
         place = -(-place // step) * step
@@ -331,6 +334,7 @@ def _unit(unit: UnitParameters, first: dict[str, int], limit: int, step: int) ->
 
 
 def _pieces(key: str, trained: Sequence[Part], limit: int) -> tuple[Piece, ...]:
+    """Cut a unit's trained parts into pieces of at most `limit` elements."""
     return tuple(
         Piece(f"{key}/{number}", key, runs[0].part.first + runs[0].begin, tuple(runs))
         for number, runs in enumerate(_cut(trained, limit))

@@ -55,6 +55,7 @@ class Phase:
         return {"compute": self.compute_s, "AdamW": self.updated / rates.adamw, "SSD": self.ssd_s(rates)}
 
     def ssd_s(self, rates: Rates) -> float:
+        """Return the seconds that reads and writes take on the path, one after the other."""
         return self.read / rates.read + self.written / rates.write
 
 
@@ -97,6 +98,7 @@ class StepClock:
     _since: tuple[float, int, int] | None = None
 
     def begin(self) -> None:
+        """Start measuring; the next `end` covers the time from here."""
         self._since = (time.perf_counter(), *self.moved())
 
     def end(self, name: str, *, compute_s: float, updated: int = 0) -> None:
@@ -117,6 +119,7 @@ class StepClock:
         phase.updated += updated
 
     def take(self) -> list[Phase]:
+        """Return the phases measured so far, and forget them."""
         phases, self.phases, self._since = self.phases, [], None
         return phases
 

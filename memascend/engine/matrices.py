@@ -87,6 +87,7 @@ class StreamedRows:
         return torch.zeros((), requires_grad=self._trained and self._parameter.requires_grad)
 
     def _require_no_hooks(self) -> None:
+        """Raise RuntimeError if the parameter has a gradient hook, which would never be called."""
         if any(getattr(self._parameter, kind, None) for kind in _HOOKS):
             name, module = self._slices[0].parts[0].name, self._slices[0].matrix
             raise RuntimeError(
@@ -112,6 +113,7 @@ class StreamedRows:
 
     @property
     def _uses(self) -> _Uses:
+        """The uses of the matrix in the micro-batch at work."""
         at_work = self._runtime.at_work
         return at_work.matrices.setdefault(self._slices[0].matrix, _Uses(at_work.number))
 
@@ -119,6 +121,8 @@ class StreamedRows:
         return _Pass(self, self._uses)
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
+        """Take a slice's gradient from backward. It waits on the tier while more uses of the matrix are to come in this
+        pass; the last one hands the sum over."""
         self._runtime.backward_begins()
         self._runtime.reaches(self._slices[number], needs_it=False)
         uses = self._uses
@@ -138,6 +142,7 @@ class StreamedRows:
         uses.waiting.clear()
 
     def _let_wait(self, number: int, gradient: torch.Tensor) -> None:
+        """Write a slice's gradient to the tier, piece by piece."""
         stream, flat = self._runtime.gradient_stream(), gradient.reshape(-1)
         uses = self._uses
         for piece in self._slices[number].pieces:
@@ -151,6 +156,7 @@ class StreamedRows:
         uses.waiting.add(number)
 
     def _brought_back(self, number: int) -> torch.Tensor:
+        """Return a slice's waiting gradient, flat, in host memory of its own."""
         stream, unit = self._runtime.gradient_stream(), self._slices[number]
         flat = torch.empty(unit.numel, dtype=self.dtype)
         for piece in unit.pieces:
@@ -172,6 +178,7 @@ class _Pass:
         self._rows.add(number, gradient)
 
     def end(self) -> None:
+        """Note that no gradient of this pass is to come. Idempotent."""
         if not self._ended:
             self._ended = True
             self._uses.end_pass()

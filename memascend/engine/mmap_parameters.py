@@ -59,6 +59,7 @@ class MmapValues:
                 self._take(parameter)
 
     def _take(self, parameter: nn.Parameter) -> None:
+        """Append a parameter's values to the file, and let the parameter refer to a map of them."""
         raw, done = byte_view(parameter), 0
         while done < len(raw):
             done += os.pwrite(self._file.fileno(), raw[done:], self._end + done)
@@ -70,6 +71,7 @@ class MmapValues:
 
 
 def _is_releasable(handle: int) -> bool:
+    """Return whether the file system can punch holes into the file open as descriptor `handle`."""
     os.pwrite(handle, bytes(mmap.PAGESIZE), 0)
     with mmap.mmap(handle, mmap.PAGESIZE) as page:
         try:

@@ -24,7 +24,7 @@ from memascend.engine.contents import TierContents
 from memascend.engine.errors import NotStreamable
 from memascend.engine.gradient_views import no_copy, source_of, stored_gradients_alone
 
-_CLOSED = "_memascend_closed"  # of a model with a closed engine: how to remove the refusals, and to raise one
+_CLOSED = "_memascend_closed"  # attribute of a model that was left empty: functions that remove, and raise, refusals
 
 
 class GradientHolder(Protocol):
@@ -54,6 +54,7 @@ class ModelGuards:
             self._undo.pop()()
 
     def _guard(self, module: nn.Module) -> None:
+        """Replace a module's methods, and register the hooks of its state dict."""
         saved = module.register_state_dict_post_hook(functools.partial(self._fill))
         loaded = module.register_load_state_dict_pre_hook(self._refuse_to_load)
         self._undo += [saved.remove, loaded.remove]
@@ -67,15 +68,20 @@ class ModelGuards:
             self._undo.append(_put(module, name, method))
 
     def _zero_grad(self, module: nn.Module) -> Callable[..., None]:
+        """Return the method that replaces the module's `zero_grad`."""
+
         def zero_grad(set_to_none: bool = True) -> None:
             self._holder.forget_gradients_of(set(self._below(module).values()), set_to_none=set_to_none)
 
         return zero_grad
 
     def _below(self, module: nn.Module) -> dict[nn.Parameter, str]:
+        """Return the streamed parameters of a module and its submodules, with their names in the model."""
         return {parameter: self._names[parameter] for parameter in module.parameters() if parameter in self._names}
 
     def _state_dict(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that replaces `state_dict` and calls `stock`, noting which module it was called for."""
+
         def state_dict(*args: Any, **options: Any) -> Any:
             if self._saving is not None:
                 return stock(*args, **options)
@@ -95,6 +101,7 @@ class ModelGuards:
             self._contents.fill_state_dict(module, state, prefix, recurse=False)
 
     def _refuse_to_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """Raise NotStreamable if the state dict has a value for a streamed parameter."""
         for name, parameter in module.named_parameters():
             if parameter in self._names and prefix + name in state:
                 raise NotStreamable(
@@ -103,6 +110,9 @@ class ModelGuards:
                 )
 
     def _apply(self, module: nn.Module, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that replaces `_apply`. It tries the function on an empty tensor for each streamed
+        parameter, and raises NotStreamable if the dtype or the device would change."""
+
         def apply(function: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any) -> Any:
             for parameter, name in self._below(module).items():
                 probe = torch.zeros((0,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
@@ -247,6 +257,7 @@ def _instead_of_spectral_norm(*names: str) -> str:
 
 
 def _has_all_elements(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor has memory for each element, unlike a meta or an expanded tensor."""
     return not tensor.is_meta and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 

@@ -87,6 +87,7 @@ class ModelUnits:
     def _describe(
         self, key: str, kind: Kind, parameters: Iterable[nn.Parameter], rows_of: nn.Parameter | None = None
     ) -> UnitParameters:
+        """Return the parameters of a unit for the layout, each once."""
         # A parameter without elements has nothing to stream and nothing to train.
         each = [(self.names[p], tuple(p.shape), p.requires_grad) for p in dict.fromkeys(parameters) if p.numel()]
         return UnitParameters(
@@ -94,6 +95,8 @@ class ModelUnits:
         )
 
     def _block(self, module: nn.Module, module_names: dict[nn.Module, str]) -> UnitParameters:
+        """Return the unit of a block. Raises NotStreamable for a module that is not in the model, has no forward pass,
+        or shares a parameter with another block."""
         if module not in module_names:
             raise NotStreamable(f"a block ({type(module).__name__}) is not part of the model")
         if not is_called(module):
@@ -210,6 +213,8 @@ def _connected(owners: dict[nn.Parameter, list[nn.Module]]) -> list[list[nn.Modu
 def units_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, options: EngineOptions, aligned: bool = True
 ) -> ModelUnits:
+    """Return the units of a model for a new store, and move the model's buffers to the device that computes. `aligned`:
+    see `make_layout`. Raises NotStreamable, and ValueError for a device that cannot compute."""
     device, elements = device_of(model.parameters(), options.device), options.piece_elements
     units = ModelUnits(model, blocks, states=options.states, piece_elements=elements, aligned=aligned, device=device)
     for buffer in model.buffers():  # small, and part of no unit

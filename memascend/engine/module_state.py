@@ -168,6 +168,7 @@ class _References:
                     yield owner, key, before.get(key, _ABSENT)
 
     def _now(self) -> list[Any]:
+        """Return the current values of all attributes that count, in order."""
         return list(compress(chain.from_iterable(map(dict.values, self._owners)), self._counts))
 
 
@@ -177,6 +178,7 @@ def _names(owners: list[dict[str, Any]]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=128)  # blocks of one kind have the same names, in the same order
 def _that_count(keys: tuple[str, ...], without: frozenset[str]) -> tuple[bool, ...]:
+    """Return for each key whether changes of its attribute count."""
     return tuple(key not in without for key in keys)
 
 
@@ -190,8 +192,8 @@ class _Found:
         self.arrays: list[Any] = []
         self.containers: list[tuple[Any, Any]] = []  # and their items
         self.objects: list[Any] = []
-        self.attributes: list[dict[str, Any]] = []  # of objects
-        self.slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []  # of objects, and what is in them
+        self.attributes: list[dict[str, Any]] = []  # attributes of objects
+        self.slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []  # slots of objects, and their values
         self._seen: set[int] = set()
 
     def add(self, values: Iterable[Any]) -> None:
@@ -254,12 +256,14 @@ class _Found:
 
 
 def _items(container: Any) -> Any:
+    """Return a shallow copy of a container."""
     if isinstance(container, dict):
         return dict(container)
     return set(container) if isinstance(container, set) else container.copy()
 
 
 def _has_items(container: Any, items: Any) -> bool:
+    """Return whether a container has these items, compared by identity (those of a set: by equality)."""
     if len(container) != len(items):
         return False
     if isinstance(container, set):
@@ -272,6 +276,7 @@ def _has_items(container: Any, items: Any) -> bool:
 
 
 def _set_items(container: Any, items: Any) -> None:
+    """Replace a container's items in place."""
     if isinstance(container, numpy.ndarray):
         container[...] = items
         return
@@ -284,6 +289,7 @@ def _bytes(each: Any) -> bytes:
 
 
 def _set_bytes(each: Any, values: bytes) -> None:
+    """Set an array's contents in place. Raises ValuesAreGone for a NumPy array whose size has changed."""
     if isinstance(each, bytearray):
         each[:] = values
     elif isinstance(each, array.array):
@@ -295,6 +301,7 @@ def _set_bytes(each: Any, values: bytes) -> None:
 
 
 def _in_slot(owner: Any, slot: types.MemberDescriptorType) -> Any:
+    """Return the value in an object's slot, or _ABSENT."""
     try:
         return slot.__get__(owner, type(owner))
     except AttributeError:
@@ -302,6 +309,7 @@ def _in_slot(owner: Any, slot: types.MemberDescriptorType) -> Any:
 
 
 def _set_slot(owner: Any, slot: types.MemberDescriptorType, value: Any) -> None:
+    """Set an object's slot, or clear it for _ABSENT."""
     if value is _ABSENT:
         slot.__delete__(owner)
     else:
@@ -313,6 +321,7 @@ def _equal(tensor: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _set(owner: dict[str, Any], key: str, value: Any) -> None:
+    """Set an attribute, or remove it for _ABSENT."""
     if value is _ABSENT:
         owner.pop(key, None)
     else:
@@ -320,6 +329,7 @@ def _set(owner: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int:
+    """Return torch's count of in-place changes; 0 for an inference tensor, which has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

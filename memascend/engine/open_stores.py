@@ -38,6 +38,7 @@ def require_not_open(folder: str | os.PathLike[str]) -> None:
 
 
 def is_open(folder: str | os.PathLike[str]) -> bool:
+    """Return whether this process has a store in the folder open."""
     where = Path(folder).resolve()
     return any(store.opened_by == os.getpid() and where == store.folder.resolve() for store in list(_open))
 

@@ -49,6 +49,7 @@ class Taken:
         return found
 
     def bring_back(self, tensors: list[torch.Tensor]) -> None:
+        """Restore the tensors of all results, given in the order in which `tensors` has returned them."""
         rest = iter(tensors)
         for result in self.results.values():
             result.tensors = [next(rest) for _ in range(result.count)]
@@ -59,6 +60,8 @@ _TENSOR = object()  # marks a tensor among the leaves, since None is an undefine
 
 @dataclass
 class _Result:
+    """A product's result: its pytree, with `_TENSOR` in place of its tensors, and `count` tensors."""
+
     leaves: list[Any]
     spec: Any
     tensors: list[torch.Tensor]
@@ -66,6 +69,7 @@ class _Result:
     changed: bool = False  # whether the block changes it in place later
 
     def rebuilt(self) -> Any:
+        """Return the result, over new tensor objects; tensors that the block changes in place are copied."""
         # New tensors, since autograd makes the returned ones results of a node of its graph.
         given = iter([each.clone() if self.changed else each.detach() for each in self.tensors])
         return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
@@ -79,6 +83,7 @@ class _OfAPass(TorchDispatchMode):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
+        """Return the context of the pass, for which the mode is on. It can be entered once."""
         take_off_left_over()
         try:
             with self:
@@ -92,6 +97,7 @@ class _OfAPass(TorchDispatchMode):
         return self.dispatched(func, args, kwargs or {})
 
     def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of the pass, and return its result."""
         raise NotImplementedError
 
 
@@ -152,6 +158,7 @@ class Taking(_OfAPass):
         return out
 
     def _take(self, number: int, out: Any) -> None:
+        """Keep `out` as the result of product `number`."""
         leaves, spec = tree_flatten(out)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         result = _Result([_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec, tensors)
@@ -161,6 +168,7 @@ class Taking(_OfAPass):
 
     @staticmethod
     def _copy(result: _Result | None) -> None:
+        """Copy a result's tensors, once, before the block changes one of them in place."""
         if result is not None and not result.changed:
             result.tensors, result.changed = [each.clone() for each in result.tensors], True
 
@@ -204,6 +212,7 @@ def is_product(func: Any) -> bool:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the FLOP of a product, by torch's formulas; an operator that torch does not know counts as attention."""
     counted = flop_registry.get(func._overloadpacket)
     if counted is not None:
         return int(counted(*args, **kwargs, out_val=out))

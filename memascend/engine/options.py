@@ -106,10 +106,12 @@ class EngineOptions:
         self._require("device", _computes(self.device), "what torch computes on, such as 'cpu' or 'cuda:0', or None")
 
     def _require(self, name: str, holds: bool, what: str) -> None:
+        """Raise ValueError for the option unless `holds`. `what`: the values that are accepted."""
         if not holds:
             raise ValueError(f"EngineOptions.{name}: {what}, got {getattr(self, name)!r}")
 
     def _require_swap(self) -> None:
+        """Check `swap` and `swap_room`, and set them to their normal form."""
         if _is_whole(self.swap, 0):
             object.__setattr__(self, "swap", str(self.swap))
         holds = self.swap is None or self.swap in (*RULES, "all")
@@ -128,6 +130,7 @@ class EngineOptions:
 
     @property
     def state_slots(self) -> int:
+        """Number of buffers for pieces of states; the arm `naive` uses one, since its stages do not overlap."""
         return 1 if self.arm == "naive" else STATE_SLOTS
 
     @property
@@ -155,6 +158,7 @@ def _is_norm(value: object) -> bool:
 
 
 def _computes(device: object) -> bool:
+    """Return whether `device` is None or a device that torch could compute on."""
     if device is None:
         return True
     try:

@@ -71,6 +71,8 @@ class OutsideUse:
 
     @whole
     def _begin(self, *_: Any) -> None:
+        """Hook before the model's forward pass: take the units that are used outside of their modules, and watch the
+        first pass with a graph and the first one without."""
         with_graph = torch.is_grad_enabled()
         self._passes.append(None if with_graph else [])
         for unit in self._found[with_graph].values():
@@ -82,6 +84,7 @@ class OutsideUse:
 
     @whole
     def _end(self, *_: Any) -> None:
+        """Hook after the model's forward pass: end what `_begin` has begun, except what backward needs."""
         if not self._passes:  # another hook raised an error before `_begin` was called
             return
         if self._watch is not None and self._watched == (id(self._passes), len(self._passes)):
@@ -91,6 +94,7 @@ class OutsideUse:
             self._weights.give_back(unit, lend=True)
 
     def _take(self, unit: Unit) -> None:
+        """Begin a use of a unit that lasts until the end of this pass; with a graph, until backward has ended."""
         self._weights.take(unit)
         if self._passes[-1] is None:
             self._kept.keep(unit)
@@ -109,6 +113,9 @@ class OutsideUse:
 
 
 class _Watching(TorchDispatchMode):
+    """Dispatch mode that observes one forward pass: it gives values to empty parameters where that is possible, and
+    raises NotStreamable for their other uses and for in-place changes."""
+
     gives_values = True  # this mode gives values to empty parameters, see `placeholder_parameters`
 
     def __init__(self, weights: UnitWeights, hold: Callable[[nn.Parameter], bool]) -> None:
@@ -130,12 +137,14 @@ class _Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _fill(self, tensor: torch.Tensor) -> bool:
+        """Give an empty parameter its values; return False if that is impossible or the tensor is no parameter."""
         if tensor not in self._names or not self._hold(tensor):
             return False
         self._filled[_storage(tensor)] = self._names[tensor]
         return True
 
     def _require_no_parameter(self, tensor: torch.Tensor) -> None:
+        """Raise NotStreamable if a tensor that an operator changes in place has the memory of a parameter."""
         storage = _storage(tensor)
         if storage == self._nothing or storage in self._filled:
             which = self._names.get(tensor) or self._filled.get(storage) or self._some_viewed()
@@ -145,9 +154,11 @@ class _Watching(TorchDispatchMode):
             )
 
     def _some_viewed(self) -> str:
+        """Return the last names of parameters of which a view was made, for messages."""
         return " or ".join(list(self._viewed)[-3:]) or "a parameter"
 
     def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
+        """Raise NotStreamable for a use of an empty parameter. A view of it is only recorded."""
         name = self._names.get(tensor)
         if func.is_view or func._overloadpacket.__name__ == "detach":  # an error is raised when the result is used
             self._viewed.update({} if name is None else {name: None})

@@ -50,6 +50,8 @@ class PassRuntime(GradientAccess):
         self._begin_pass()
 
     def _begin_pass(self) -> None:
+        """Count a forward pass with a graph, and start reading ahead. Raises NotStreamable if a parameter that was
+        frozen when the engine was created requires a gradient now."""
         if (unfrozen := next((name for p, name in self._frozen.items() if p.requires_grad), None)) is not None:
             raise NotStreamable(
                 f"{unfrozen} was frozen when the optimizer was created, and is trainable now: announce that when it is "
@@ -182,10 +184,13 @@ class PassRuntime(GradientAccess):
         self._use(part, gradient)
 
     def _use(self, part: Part, gradient: torch.Tensor) -> None:
+        """Pass a part's gradient on to the updates."""
         self.updates.arrive(part, gradient, wait=self._waits or not self._is_last, last=self._is_last)
 
     @whole
     def _backward_ends(self) -> None:
+        """Called by autograd when the user's backward pass ends: hand over the gradients that are left, and end the
+        pass unless it computed no gradient of a parameter."""
         self.visits.end()
         self._hooks.left_over(self)
         self.at_work.backward_begun = False

@@ -21,6 +21,8 @@ Gradients = dict[tuple[str, int], torch.Tensor]  # flat gradients, by the key of
 
 
 class PieceState(enum.Enum):
+    """The state of a piece in the current step; see the diagram in the module docstring."""
+
     WAITING = "waiting"  # no gradient has arrived in this step
     ARRIVED = "arrived"  # gradients of this pass are in memory
     SPILLED = "spilled"  # the gradients so far are on the tier, or being written to it
@@ -43,6 +45,8 @@ _BEGUN = {PieceState.UPDATED, PieceState.WRITTEN}
 
 @dataclass
 class _Record:
+    """The state of one piece, and its gradients in memory."""
+
     state: PieceState = PieceState.WAITING
     gradients: Gradients = field(default_factory=dict)  # gradients of this pass, until `take`
     on_tier: bool = False  # whether gradients of this step are on the tier
@@ -66,10 +70,12 @@ class StepPieces:
         return self._records[piece.key].state
 
     def move(self, piece: Piece, state: PieceState) -> None:
+        """Change a piece's state. Raises AssertionError for a change that the diagram does not allow."""
         with self._lock:
             self._move(piece, state)
 
     def _move(self, piece: Piece, state: PieceState) -> None:
+        """Change a piece's state; the caller holds the lock."""
         record = self._records[piece.key]
         if state not in _NEXT[record.state]:
             raise AssertionError(f"{piece.key} was {record.state.value} and cannot be {state.value} next")
@@ -138,10 +144,12 @@ class StepPieces:
             return True
 
     def is_open(self, unit: str) -> bool:
+        """Return whether a unit's weights are kept in memory for its updates."""
         return unit in self._open
 
     @property
     def open_units(self) -> list[str]:
+        """Keys of the units whose weights are kept in memory for their updates."""
         with self._lock:
             return list(self._open)
 

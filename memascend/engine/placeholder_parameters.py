@@ -72,6 +72,7 @@ class _View(Placeholder, torch.Tensor):
 
 
 def _takes_no_value(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a function uses only the type and the shape of its arguments."""
     if name in _OF_TYPE_AND_SHAPE or name.startswith(("is_", "new_")) or name.endswith("_like"):
         return True
     return name == "type" and len(args) == 1
@@ -90,6 +91,7 @@ def _is_watched() -> bool:
 
 
 def _is_the_same(found: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether `found` is a strided tensor with elements over the storage of `tensor`."""
     strided = found.layout == tensor.layout == torch.strided
     return strided and found.numel() and found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
 

@@ -68,6 +68,7 @@ class StepProfile:
         self._entered_s[unit.key] = self.now()
 
     def leaves(self, unit: Unit) -> None:
+        """Record that forward leaves a module that it has entered, and add the seconds to `outside_s`."""
         self.outside_s += self.now() - self._entered_s[unit.key]
 
     def now(self) -> float:
@@ -79,6 +80,7 @@ class StepProfile:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
+        """Begin a forward phase, and reset `outside_s`."""
         self.outside_s = 0.0
         if self._on:
             self._clock.begin()
@@ -89,6 +91,7 @@ class StepProfile:
         self._clock.end("forward", compute_s=self.outside_s + passes * self.blocks_s())
 
     def end_backward(self, *, passes: int = 1) -> None:
+        """End the backward phase of `passes` micro-batches."""
         self.now()
         # Outside of the blocks, backward is taken as twice the forward time, as it is for matrix products.
         compute = 2 * self.outside_s + passes * self.blocks_s(backward=True)

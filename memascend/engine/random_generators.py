@@ -19,20 +19,26 @@ class RandomGenerator:
         self._then = self.state()
 
     def state(self) -> Any:
+        """Return the generator's current state; two states can be compared with `==`."""
         raise NotImplementedError
 
     def set_state(self, state: Any) -> None:
+        """Set the generator to a state that `state` has returned."""
         raise NotImplementedError
 
     def has_drawn(self) -> bool:
+        """Return whether the generator's state has changed since this object was created."""
         return bool(self.state() != self._then)
 
     def restore(self) -> None:
+        """Restore the state that the generator had when this object was created."""
         if self.has_drawn():
             self.set_state(self._then)
 
 
 class PythonGenerator(RandomGenerator):
+    """The global generator of Python's `random` module."""
+
     def state(self) -> Any:
         return random.getstate()
 
@@ -41,6 +47,8 @@ class PythonGenerator(RandomGenerator):
 
 
 class NumpyGenerator(RandomGenerator):
+    """NumPy's global generator (`numpy.random.get_state`)."""
+
     # The last memory contents of the generator, and the state that they stand for: get_state() takes 40 us, 60 times as
     # long as reading the memory. The memory has the whole state except a cached normal number, if there is one. (So a
     # loop that restores a state which differs from the known one only in such a number is not detected.)
@@ -73,6 +81,8 @@ def _memory_of_numpy_generator() -> bytes:
 
 
 class _TorchGenerator(RandomGenerator):
+    """A `torch.Generator`."""
+
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
         super().__init__()
@@ -111,4 +121,5 @@ class _GeneratorInAttribute(RandomGenerator):
 
 
 def generator_of(of: Any) -> RandomGenerator:
+    """Return the wrapper of a torch, NumPy or Python generator object."""
     return _TorchGenerator(of) if isinstance(of, torch.Generator) else _GeneratorInAttribute(of)

@@ -86,6 +86,8 @@ class BlockPass:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block's forward pass, keep what its recomputation needs, and return its results. Raises NotStreamable
+        for arguments that cannot be copied, and for changes that a recomputation would not repeat."""
         runtime, unit = self._runtime, self.unit
         self._generation = runtime.generation
         try:
@@ -150,6 +152,8 @@ class BlockPass:
     def _inputs_after(
         self, tensors: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, int | None]]
     ) -> list[torch.Tensor]:
+        """Return the tensors that recomputation starts from: the inputs themselves, or their copies where the block has
+        changed them in place. Raises NotStreamable if such a change was not expected, or concerns shared memory."""
         changed = {n for n, (_, version) in enumerate(inputs) if version is not None and tensors[n]._version != version}
         known = self._streamed.changed_inputs.setdefault(self._call, changed)
         if not changed <= known:
@@ -195,6 +199,7 @@ class BlockPass:
                 result.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: torch.Tensor) -> Handle | torch.Tensor:
+        """Return the handle that autograd gets in place of a tensor that it saves."""
         if not self._in_forward:
             return left_by_ctrl_c(tensor)
         handle = Handle(self, len(self._handles), tensor)
@@ -205,6 +210,7 @@ class BlockPass:
 
     @contextlib.contextmanager
     def _as_in_forward(self) -> Iterator[None]:
+        """Return a context with the random number generators and autocast settings of the forward pass."""
         enabled, dtype = self._autocast
         with self._generators.again(), torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
             yield
@@ -228,6 +234,7 @@ class BlockPass:
         self.backward = torch._C._current_graph_task_id()
 
     def end_visit(self) -> None:
+        """End the visit: report its time and the end of the block's backward, and give the weights back."""
         if self._since != math.inf:
             self._runtime.passed(self.unit, math.inf, self._runtime.now() - self._since)
         self.forget_visit()
@@ -238,6 +245,7 @@ class BlockPass:
             self._runtime.weights.give_back(self.unit)
 
     def forget_visit(self) -> None:
+        """Drop the recomputed tensors."""
         self._values, self._had, self._since = {}, (_no_node, {}), math.inf
 
     def value(self, number: int) -> torch.Tensor:
@@ -271,6 +279,9 @@ class BlockPass:
         return found
 
     def _recompute(self) -> None:
+        """Run the block again until it has saved the last tensor that backward needs, and store those tensors in
+        `_values`. Raises RuntimeError if the block computes something else, and NotStreamable if it cannot be
+        recomputed."""
         if not self._in_forward and self._computed_in == self.backward:
             self._runtime.require_not_updated(self.unit)
         self._computed_in, self._values = self.backward, {}
@@ -322,6 +333,8 @@ class BlockPass:
         self._since = self._runtime.now()
 
     def _inputs_again(self) -> list[torch.Tensor]:
+        """Return the inputs for a recomputation, as new tensors with the `requires_grad` of the forward pass. Raises
+        NotStreamable if one that waited in memory was changed in place."""
         try:
             tensors = self._source()
         except RuntimeError as error:
@@ -342,12 +355,14 @@ class BlockPass:
             return [t.clone() if n in self._changed else t for n, t in enumerate(found)]
 
     def _differs(self, what: str) -> RuntimeError:
+        """Return the error for a recomputation that does not repeat the forward pass."""
         return RuntimeError(
             f"{self.unit.key} computes something else in its recomputation: {what}. Its forward pass must depend on "
             "its arguments, parameters, buffers and torch's random numbers alone"
         )
 
     def _leave(self) -> None:
+        """Report to the engine, once, that the first visit has ended or will not come."""
         if self._entered and not self._left:
             self._left = True
             self._runtime.left(self.unit, self._of)
@@ -357,6 +372,7 @@ class BlockPass:
 
 
 def _unpack(handle: Handle | torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a handle stands for."""
     return handle if isinstance(handle, torch.Tensor) else handle.owner.value(handle.number)
 
 
@@ -364,6 +380,8 @@ class StreamedForward(BlockForward):
     """The callable that replaces a streamed block's `forward`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block with its weights in memory; with a graph as a `BlockPass`. Raises NotStreamable if gradient
+        checkpointing of transformers is on."""
         block: Any = self._block()
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise NotStreamable(

@@ -200,6 +200,7 @@ class StreamingEngine(Accumulation):
         self.weights.empty_all()
 
     def _be_ready(self) -> None:
+        """Limit the space for second versions of the states, and measure rates, where the options ask for it."""
         if self.options.replaces_without_redo:
             space = store_space(self.layout, 1, self.options.gradients, self.options.state_slots, redo=False)
             self.state_store.replace_within(space.slack)
@@ -234,6 +235,7 @@ class StreamingEngine(Accumulation):
             raise
 
     def _end(self) -> None:
+        """Run the steps of `close` that are left. If one is interrupted, the next call repeats it and goes on."""
         while self._ends:
             self._ends[0]()  # removed only when done: each can be repeated after an interrupt
             self._ends.popleft()
@@ -252,6 +254,7 @@ class StreamingEngine(Accumulation):
         left_empty(self.model, self.weights.nothing, self.state_store.folder)
 
     def _stop_work(self) -> None:
+        """Stop updates and end all transfers; failed transfers raise no error here."""
         leaving.begin_if_asked()
         synchronize(self.units.device)  # copies in flight use memory that is freed below
         if self._swapping is not None:

@@ -36,6 +36,7 @@ class Samples:
         self._exact = True
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Sample the next tensor that autograd saves."""
         self._of.append(_sample(tensor))
 
     def differ(self, number: int, tensor: torch.Tensor) -> bool:

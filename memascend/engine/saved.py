@@ -97,6 +97,7 @@ def _require_new(target: Path) -> Path:
 def _model_file(
     engine: StreamingEngine, folder: Path, files: list[TensorPartsWriter]
 ) -> dict[tuple[str, str], list[Target]]:
+    """Open the model's file, append it to `files`, write the buffers, and return the parameters' targets."""
     parameters, buffers = dict(engine.model.named_parameters()), dict(_buffers(engine))
     layouts = [TensorLayout(name, each.dtype, tuple(each.shape)) for name, each in (parameters | buffers).items()]
     file = TensorPartsWriter(folder / MODEL, layouts, {"format": "pt"})
@@ -109,6 +110,7 @@ def _model_file(
 def _states_file(
     engine: StreamingEngine, folder: Path, files: list[TensorPartsWriter]
 ) -> dict[tuple[str, str], list[Target]]:
+    """Open the file of the states, append it to `files`, and return the targets of all states."""
     names, layout = _state_names(engine), engine.layout
     sizes = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
     layouts = [
@@ -122,10 +124,12 @@ def _states_file(
 
 
 def _state_names(engine: StreamingEngine) -> list[str]:
+    """Return the names of a parameter's states in a save: "master", then the moments."""
     return list(dict.fromkeys(("master", *engine.layout.state_names)))
 
 
 def _kind(engine: StreamingEngine) -> dict[str, Any]:
+    """Return the counts of steps and the dtypes, which are stored with every save of states."""
     layout = engine.layout
     return {"steps": dict(engine.steps), "weights": str(layout.weights), "states": str(layout.states)}
 

@@ -24,6 +24,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def meta(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a tensor's shape, dtype and device."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
@@ -57,4 +58,5 @@ def left_by_ctrl_c(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype and shape in words, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')} of {tuple(tensor.shape)}"

@@ -67,6 +67,7 @@ class Extracts:
         return self._of
 
     def _add_states(self, piece: Piece) -> None:
+        """Add the byte ranges of a piece's states."""
         size = self._layout.stored_states.itemsize
         for run, places in self._layout.state_places(piece):
             for state, place in places.items():
@@ -74,6 +75,7 @@ class Extracts:
                 self._add(piece.key, place.start * size, place.stop * size, (run.part.name, state), first * size)
 
     def _add_weights(self, unit: Unit) -> None:
+        """Add the byte ranges of a unit's weights, which are also the masters where there are no separate ones."""
         layout, size = self._layout, self._layout.weights.itemsize
         runs = [run for piece in unit.pieces for run in piece.runs] if layout.own_masters else []
         taken = [(Run(part, 0, part.numel), WEIGHTS) for part in unit.parts] + [(run, "master") for run in runs]
@@ -85,6 +87,7 @@ class Extracts:
             self._add(key, begin * size, (begin + run.numel) * size, (run.part.name, what), first * size)
 
     def _add(self, key: str, begin: int, end: int, what: tuple[str, str], at: int) -> None:
+        """Add a byte range for each target of `what` (parameter, kind), where it begins at byte `at`."""
         for target in self._targets.get(what, ()) if begin < end else ():
             self._of.setdefault(key, []).append(Extract(begin, end, target, at))
 
@@ -144,6 +147,7 @@ class BackgroundSave(Promise):
         self.join()
 
     def _run(self) -> None:
+        """The thread's target: copy, finish the files, and settle; after an error, remove what was written."""
         value, failure = None, None
         try:
             self._copy()
@@ -162,6 +166,8 @@ class BackgroundSave(Promise):
         self._settle(value, failure)
 
     def _copy(self) -> None:
+        """Copy the snapshot's tensors in the order that it gives, one buffer at a time. Raises RequestCancelled if the
+        save is stopped or the store is closed."""
         done: dict[str, int] = {}  # bytes copied so far, by tensor
         key: str | None = None
         while (key := self.snapshot.next(key)) is not None:
@@ -177,6 +183,7 @@ class BackgroundSave(Promise):
             raise RequestCancelled(f"{self._what} was cut off: the store of its tensors was closed")
 
     def _copy_part(self, key: str, begin: int, end: int) -> None:
+        """Read bytes `begin` to `end` of a tensor on the tier, and write those that are wanted to their targets."""
         extracts = [each for each in self._extracts[key] if each.begin < end and begin < each.end]
         if not extracts:
             return

@@ -38,6 +38,7 @@ class AuxiliaryTiers:
         self._of_store = self._book(store.bounce_buffers)
 
     def scratch(self) -> DirectTier:
+        """Return the tier of gradients that wait and of activations; created on the first call. Any thread."""
         with self._making:
             if self._scratch is None:
                 self._scratch = self._in_file("gradients and activations")
@@ -83,17 +84,20 @@ class AuxiliaryTiers:
             vars(self).pop(name, None)
 
     def _in_file(self, what: str) -> DirectTier:
+        """Return a tier in a new file in the store's folder, with its bounce buffers recorded."""
         config = DirectEngineConfig(control_folder=os.fspath(self._store.folder))
         tier = DirectTier.in_file(self._store.folder, what, config)
         self._book(tier.engine.bounce_buffers)
         return tier
 
     def _gradient_storage(self) -> Storage:
+        """Return the storage of gradients that wait: with a redo, the store has all but partial sums."""
         if not self._redoes:
             return self.scratch()
         return GradientsInStore(self._store, self.scratch, {gradient_key(piece) for piece in self._layout.pieces})
 
     def _book(self, buffers: Sequence[tuple[int, int]]) -> list[int]:
+        """Record bounce buffers, as (address, bytes), in the ledger; return the numbers of the entries."""
         ledger = self._buffers.allocator.ledger
         entries = [
             ledger.record("bounce buffers", "nvme_engine_buffers", size, allocator="direct engine", address=address)

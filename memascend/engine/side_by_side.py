@@ -25,6 +25,7 @@ class IndependenceCheck:
         self._number = 0
 
     def at(self, key: str, number: int, *, forward: bool) -> None:
+        """Note that the pass at work reaches a unit, or slice `number` of one; in forward, look for side effects."""
         route = self.routes[-1]
         again = bool(route) and route[-1] == key and number >= self._number
         self._number = number
@@ -63,6 +64,7 @@ class SideBySide:
         return self._backwards_begun == 1
 
     def _require_independence(self, why: str | None) -> None:
+        """Raise NotStreamable unless `why`, the reason why micro-batches are not independent, is None."""
         if why is not None:
             raise NotStreamable(
                 f"micro-batches cannot run side by side here, as those of the first step could: {why}: run them one "

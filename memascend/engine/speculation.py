@@ -106,6 +106,7 @@ class Speculation:
         return {"steps": self._steps, "clipped": self._clipped}
 
     def take_over(self, facts: Mapping[str, Any]) -> None:
+        """Continue with the counts that `facts` has returned in an earlier process."""
         self._steps, self._clipped = facts["steps"], facts["clipped"]
 
 
@@ -118,5 +119,6 @@ class Beginning:
         self.can_be_restored = not self._state.iterators  # the position of an iterator is unknown
 
     def restore(self) -> None:
+        """Restore the state at the beginning of the step."""
         self._numbers.restore()
         self._state.restore()

@@ -33,6 +33,7 @@ class SquareSums:
         self._reached[part.name] = place + gradient.numel()
 
     def _count(self, part: Part, result: Any) -> None:
+        """Add a native result to the parameter's sum."""
         self._sums[part.name] = self._sums.get(part.name, 0.0) + float(result.sum_squares)
         self.finite = self.finite and not bool(result.overflow)
 

@@ -75,6 +75,8 @@ def with_control_folder(folder: Path) -> DirectEngineConfig:
 
 
 def allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
+    """Create a store's file, and allocate `size` bytes for it; if some are `released` later, only its size is set.
+    Raises StorageError if `versions` versions do not fit on the disk, and FileExistsError."""
     free = free_bytes(path.parent, size - released) + released
     if size > free:
         what = "two versions of all states" if versions == 2 else "one version of all states and its auxiliary data"
@@ -88,6 +90,7 @@ def allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
 
 
 def take_space(file: BinaryIO, path: Path, size: int) -> None:
+    """Allocate the first `size` bytes of an open file; its contents stay. Raises StorageError."""
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
@@ -98,6 +101,7 @@ def take_space(file: BinaryIO, path: Path, size: int) -> None:
 
 
 def _fill_with_zeros(file: BinaryIO, path: Path, size: int) -> None:
+    """Write `size` zero bytes. Raises StorageError."""
     zeros = bytes(_ZEROS_BYTES)
     try:
         for begin in range(0, size, len(zeros)):
@@ -120,6 +124,7 @@ def remove(folder: str | os.PathLike[str], *, keep_folder: bool = False) -> None
 
 
 def undo_creation(folder: Path, made: Sequence[Path]) -> None:
+    """Remove a store's files, and the folders `made` for it as far as they are empty, in the given order."""
     remove(folder, keep_folder=True)
     with contextlib.suppress(OSError):  # the folder is not empty, since another program has written to it
         for each in made:

@@ -155,6 +155,7 @@ class StateStore:
             take_space(file, path, os.fstat(file.fileno()).st_size)
 
     def _open(self) -> DirectTier:
+        """Open the store's file. Raises ValueError if another process uses it."""
         config = self._config
         if not self._compares and config.checksums == "auto":
             config = dataclasses.replace(config, checksums="write")
@@ -189,6 +190,7 @@ class StateStore:
 
     @contextlib.contextmanager
     def _no_part_is_read(self) -> Iterator[None]:
+        """Return a context in which no thread reads a part of the snapshot."""
         interrupts.wait(lambda timeout_s: self._parts.acquire(timeout=-1 if timeout_s is None else timeout_s))
         try:
             yield
@@ -206,6 +208,7 @@ class StateStore:
         return self._tier.read(str(key), tensor, priority=priority)
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> Completion:
+        """Start writing a tensor; may first wait for a snapshot, and commit earlier writes (`replace_within`)."""
         self.make_way(key)
         if self._spare_bytes is None or self._tier.size_of(str(key)) is None:
             return self._tier.write(str(key), tensor, priority=priority)
@@ -259,6 +262,7 @@ class StateStore:
         self._spare_bytes = spare_bytes
 
     def _make_space(self, size: int) -> None:
+        """Commit earlier writes, as soon as they have ended, until `size` more bytes fit into the spare space."""
         assert self._spare_bytes is not None
         used = sum(each for each, _ in self._replaced)
         if used + size <= self._spare_bytes:

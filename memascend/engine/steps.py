@@ -147,6 +147,8 @@ class StepRuntime(EngineState):
         return norm
 
     def _finish(self, facts: dict[str, Any]) -> float | None:
+        """Complete all updates of the step, and return its norm, unscaled. If a gradient was infinite or NaN, the step
+        is taken back and None is returned."""
         updates, options = self.updates, self.options
         updates.scale = self.scale
         waited = self._waits or self._passes < options.accumulate
@@ -192,6 +194,7 @@ class StepRuntime(EngineState):
         return max(1.0, (float(norm) / self.scale + 1e-6) / self._clip) if self._clip > 0 else 1.0
 
     def _count_step(self) -> None:
+        """Count the step for every parameter that was updated in it."""
         updated = self.updates.arrived | self.updates.zeroed
         for name in self.steps:
             if self.options.zero_missing or name in updated:
@@ -229,6 +232,7 @@ class StepRuntime(EngineState):
             self._auxiliary.store_was_reopened()
 
     def _commit(self, facts: dict[str, Any], redo: Redo | None = None) -> None:
+        """Commit all writes with the record of the step."""
         self.state_store.commit(self._record(facts, redo.record if redo is not None else None))
         self._kept_steps = dict(self.steps)
 
@@ -262,6 +266,7 @@ class StepRuntime(EngineState):
         self.state_store.erase(redo.keys(self.layout))
 
     def _kind_of_gradients(self) -> list[Any]:
+        """Return how the waiting gradients are to be read, for the record of a redo."""
         return [str(self.options.gradients), self.options.zero_missing]
 
     def _complete(self, redo: Redo) -> dict[str, Any]:
@@ -323,6 +328,7 @@ class StepRuntime(EngineState):
         self._take_back(written=True)
 
     def _give_up_after(self, error: BaseException) -> None:
+        """Give the step up after `error`, and add a note to the error if that fails or the step has to be completed."""
         self._completes = not isinstance(error, Exception)
         try:
             with patient:

@@ -86,6 +86,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                 )
 
     def attach(self, session: Session) -> None:
+        """Set the session that this optimizer belongs to; from then on its groups are fixed."""
         self._session = session
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,6 +130,7 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     @property
     def engine(self) -> StreamingEngine:
+        """The session's engine. Raises RuntimeError before `attach`."""
         if self._session is None:
             raise RuntimeError("this optimizer has no model yet: create it with streaming(folder).optimizer(...)")
         engine = self._session.engine
@@ -173,6 +175,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             self.engine.forget_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, before `attach` only. Raises NotStreamable afterwards."""
         if self._session is not None:
             raise NotStreamable(
                 "the param groups of a streamed model are fixed: pass all of them at the start (params=)"
@@ -258,6 +261,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         return {"note": to_json(session.note), "groups": groups}
 
     def _names(self) -> dict[torch.Tensor, str]:
+        """Return the names of all parameters in the groups."""
         names = self.engine.units.names
         return {p: names[p] for group in self.param_groups for p in group["params"]}
 
@@ -272,6 +276,7 @@ def _accepted(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> di
 
 
 def _require_finite(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if a setting of the group is infinite or NaN."""
     for name in sorted(_SUPPORTED):
         values = group[name] if name == "betas" else [group[name]]
         if not all(math.isfinite(value) for value in values):
@@ -279,6 +284,7 @@ def _require_finite(group: Mapping[str, Any]) -> None:
 
 
 def _checked_step(name: str, saved: dict[str, Any]) -> int:
+    """Return the count of steps in a loaded state. Raises ValueError unless it is a finite number of at least 0."""
     step = saved.get("step")
     if not isinstance(step, int | float | torch.Tensor) or not 0 <= float(step) < math.inf:
         raise ValueError(f"{name}: its step is {step!r} in the loaded state, but must be a count of completed steps")

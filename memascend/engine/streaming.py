@@ -350,6 +350,7 @@ class streaming:
         return max(self._engine().completed_steps().values(), default=0)
 
     def _engine(self) -> StreamingEngine:
+        """Return the engine. Raises RuntimeError if there is no optimizer yet."""
         if self.engine is None:
             raise RuntimeError("create the optimizer first: session.optimizer(torch.optim.AdamW, lr=...)")
         return self.engine

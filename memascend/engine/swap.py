@@ -53,9 +53,11 @@ class Iteration:
 
     @property
     def all_activations(self) -> float:
+        """Bytes of the inputs of blocks and of all products' results."""
         return self.between_blocks + sum(each.nbytes for each in self.products)
 
     def operators(self) -> list[Operator]:
+        """Return the products, those with the largest benefit first."""
         return sorted(self.products, key=lambda each: -each.benefit)
 
 

@@ -73,6 +73,7 @@ class Traffic:
         return self.total_read + self.total_written
 
     def written_by_kind(self) -> dict[str, int]:
+        """Return the bytes written by kind of data, summed over the phases."""
         sums: Counter[str] = Counter()
         for (_, what), nbytes in self.written.items():
             sums[what] += nbytes
@@ -118,6 +119,7 @@ def _blocks(layout: Layout) -> list[Unit]:
 
 
 def _update_phase(options: EngineOptions) -> str:
+    """Return the phase in which states are updated."""
     return OPTIMIZER if options.waits else BACKWARD
 
 

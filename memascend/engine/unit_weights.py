@@ -124,6 +124,7 @@ class UnitWeights:
         )
 
     def _fetch(self, unit: Unit) -> None:
+        """Fetch a unit's host slot, and start its copy to an accelerator unless the unit is in use already."""
         (slot,) = self.stream.fetch([unit.key])
         if self._on_device is not None and not self.is_in_use(unit):
             try:
@@ -166,6 +167,7 @@ class UnitWeights:
         return storages
 
     def _end_loans(self, but: Unit) -> None:
+        """Give back lent units whose memory nothing refers to any more, except `but`."""
         for unit in [unit for unit in self._lent.values() if unit.key != but.key and not self._views(unit)]:
             del self._lent[unit.key]
             self.give_back(unit)
@@ -187,6 +189,7 @@ class UnitWeights:
             self._empty_one(parameter, self._empty[parameter])
 
     def _empty_one(self, parameter: nn.Parameter, nothing: torch.Tensor) -> None:
+        """Let a parameter refer to `nothing`, with the class of a placeholder if those are in force."""
         classes = self._classes.get(parameter)
         if classes is None:
             parameter.data = nothing

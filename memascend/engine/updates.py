@@ -83,6 +83,7 @@ class Updates:
         self._begin()
 
     def _begin(self) -> None:
+        """Reset the state of the step."""
         self.sums = SquareSums()
         self.scale = 1.0  # gradients are divided by it: the loss scale, times the clipping factor once that is known
         self._pieces = StepPieces(self.layout)
@@ -140,6 +141,7 @@ class Updates:
                 self._complete(piece, wait=wait, last=last)
 
     def _complete(self, piece: Piece, *, wait: bool, last: bool) -> None:
+        """Submit the next stage of a piece that has all gradients of this pass: spill them, or update it."""
         gradients = self._pieces.take(piece)
         ready = self._copies.mark() if self._copies is not None else None
         if wait:
@@ -180,6 +182,7 @@ class Updates:
         return self._zero_missing or part.name in self.zeroed
 
     def _has_zeros(self, piece: Piece) -> bool:
+        """Return whether the piece is updated even if it gets no gradient."""
         return self._zero_missing or (bool(self.zeroed) and any(run.part.name in self.zeroed for run in piece.runs))
 
     def _has_come(self, piece: Piece) -> bool:
@@ -267,6 +270,7 @@ class Updates:
         return whole and all(part.key in self._arrived or self._zeroes(part) for part in unit.parts)
 
     def _close_all(self) -> None:
+        """Wait for all submitted work, and close the units that are still open."""
         self._thread.drain()
         for key in self._pieces.open_units:
             self._thread.run(partial(self._close_unit, key))
@@ -341,11 +345,13 @@ class Updates:
         stream.release(key)
 
     def _sum(self, piece: Piece) -> None:
+        """Add the squares of a piece's gradients on the tier."""
         stream, key = self._gradients(), gradient_key(piece)
         self._count(piece, stream.fetch([key])[0])
         stream.release(key)
 
     def _count(self, piece: Piece, slot: torch.Tensor) -> None:
+        """Add the squares of the parts in a gradient slot that got a gradient."""
         place = 0
         for run in piece.runs:
             if run.part.key in self._arrived:
@@ -353,6 +359,7 @@ class Updates:
             place += run.numel
 
     def _update_waiting(self, piece: Piece) -> None:
+        """Update a piece from its gradients on the tier."""
         key = gradient_key(piece)
         if not self._pieces.is_on_tier(piece):
             self._update(piece, {})
@@ -367,6 +374,7 @@ class Updates:
         self._gradients().release(key)
 
     def _update_arrived(self, piece: Piece, arrived: Gradients, ready: Any) -> None:
+        """Update a piece from the gradients of this pass, plus those of earlier passes on the tier."""
         stream, key = None, gradient_key(piece)
         spilled = self._pieces.is_on_tier(piece)
         if not spilled:
@@ -440,11 +448,13 @@ class Updates:
             raise
 
     def _piece_done(self, piece: Piece, *, write: bool = True) -> None:
+        """Mark a piece as written; after its unit's last piece, write the unit's weights, unless not `write`."""
         self._pieces.move(piece, PieceState.WRITTEN)
         if self._pieces.is_written(self._units[piece.unit]):
             self._close_unit(piece.unit, write=write)
 
     def _close_unit(self, key: str, *, write: bool = True) -> None:
+        """Write a unit's weights, unless not `write`, and end their use. No effect on a unit that is not open."""
         if not self._pieces.close(key):
             return
         if write:
@@ -455,8 +465,10 @@ class Updates:
 
 
 def gradient_key(piece: Piece) -> str:
+    """Return the key of a piece's waiting gradients."""
     return f"gradient of {piece.key}"
 
 
 def gradient_numel(piece: Piece, dtype: torch.dtype) -> int:
+    """Return the elements of a piece's gradient tensor on the tier, in whole units of direct I/O."""
     return padded(piece.numel, dtype)

@@ -140,6 +140,7 @@ class Lanes:
                 raise Stopped
 
     def _go_on(self, lane: _Lane) -> None:
+        """Let a micro-batch run until it yields or ends; its first turn starts its thread. Raises its error."""
         self._enter(lane.number)
         if lane.thread is None:
             context, settings = contextvars.copy_context(), _thread_settings()
@@ -158,6 +159,7 @@ class Lanes:
             raise lane.error
 
     def _work(self, lane: _Lane, settings: contextlib.ExitStack) -> None:
+        """The target of a micro-batch's thread: run it, from its first turn on."""
         lane.turn.get()
         try:
             if self._stopping:
@@ -197,6 +199,8 @@ def _thread_settings() -> contextlib.ExitStack:
 
 
 class _Settings(contextlib.ExitStack):
+    """Context that sets the grad mode and autocast settings recorded in it."""
+
     grad: bool
     autocast: Sequence[tuple[str, torch.dtype, bool]]
 
@@ -278,6 +282,7 @@ class ForwardFootprint:
         self._hooks = self._hooks_now()
 
     def _hooks_now(self) -> list[list[Any]]:
+        """Return the forward hooks of all modules, without those marked `is_of_any_pass`."""
         return [
             [hook for hook in kind.values() if not getattr(hook, "is_of_any_pass", False)]
             for module in self._model.modules()
@@ -314,6 +319,7 @@ class ForwardFootprint:
         return None
 
     def _name(self, owner: Any, what: Any) -> str:
+        """Return words for the attribute that a change concerns."""
         for name, module in self._model.named_modules():
             of = f"of {name}" if name else "of the model"
             if owner is vars(module) or owner is module._buffers:

@@ -96,6 +96,7 @@ class WeightStream:
             return 1 if self._table.pool is None else self._table.pool.free_count()
 
     def statistics(self) -> StreamStatistics:
+        """Return the counts since the stream was created, as a copy. Any thread."""
         with self._table.lock:
             report = [] if self._table.pool is None else self._table.pool.fallback_report()
             wasted = max((fallback.wasted_bytes for fallback in report), default=0)
@@ -329,6 +330,8 @@ class WeightStream:
         interrupts.wait(table.buffer_free.wait, timeout_s)
 
     def _await_contents(self, entry: StreamEntry) -> None:
+        """Wait until an entry's contents are in memory, after starting its read if earlier writes of the key had to end
+        first. Raises errors of the storage."""
         read = entry.read
         if read is None and not entry.filled:  # an earlier write was in flight when the buffer was leased
             self._await_writes(entry.key)
@@ -349,6 +352,7 @@ class WeightStream:
             entry.filled, entry.read = True, None
 
     def _await_writes(self, key: Hashable) -> None:
+        """Wait for all writes of a key. Raises the error of a failed one, and clears it."""
         with self._table.lock:
             entries = [entry for entry in (*self._table.entries.values(), *self._table.retiring) if entry.key == key]
             writes = [(entry, write) for entry in entries for write in entry.writes]

@@ -62,6 +62,7 @@ def points(results: list[dict[str, Any]], samples: list[Sample]) -> list[dict[st
 
 
 def _phase(result: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the phase called `name` of a rank's result."""
     return next(p for p in result["phases"] if p["name"] == name)
 
 
@@ -124,6 +125,7 @@ def _device_peak(result: dict[str, Any], begin: float, end: float) -> int:
 
 
 def _of_device(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the blocks with the device role of one rank."""
     return [block for block in _blocks(result["tracked_events"]) if block["role"] == "device"]
 
 
@@ -146,6 +148,7 @@ def _host(status: dict[str, int]) -> int:
 
 
 def _training_begin(result: dict[str, Any]) -> float:
+    """Return the time in seconds at which the first step begins."""
     begin: float = next(p["begin_s"] for p in result["phases"] if p["name"] == "step1-forward")
     return begin
 
@@ -214,6 +217,8 @@ def _closed_by_block(entries: list[dict[str, Any]], events: list[list[Any]]) -> 
 
 
 def _owner(block: dict[str, Any], named: dict[str, str], result: dict[str, Any]) -> str:
+    """Return the ledger owner of a torch block: that of a named tensor that is still alive, the overflow check, or
+    temporaries of the phase in which it was born."""
     if block["died_s"] is None and str(block["address"]) in named:
         return named[str(block["address"])]
     if any(c["begin_s"] <= block["born_s"] <= c["end_s"] for c in result["overflow_checks"]):
@@ -227,10 +232,12 @@ def _owner(block: dict[str, Any], named: dict[str, str], result: dict[str, Any])
 
 
 def _alive(entry: dict[str, Any], t: float) -> bool:
+    """Return whether an entry is alive at time `t`, in seconds."""
     return entry["born_s"] <= t and (entry["died_s"] is None or entry["died_s"] > t)
 
 
 def _live(entries: list[dict[str, Any]], t: float) -> int:
+    """Return the reserved bytes of the host entries that are alive at time `t`, in seconds."""
     return sum(e["reserved_bytes"] for e in entries if e["role"] == "host" and _alive(e, t))
 
 
@@ -263,6 +270,7 @@ def _spike(ledgers: list[list[dict[str, Any]]], results: list[dict[str, Any]]) -
 
 
 def _relative(entry: dict[str, Any], start: float, peak_at: float) -> dict[str, Any]:
+    """Return an entry for the record, with times relative to `start` and whether it was alive at the peak."""
     out = dict(entry)
     out["at_peak"] = entry["role"] == "host" and _alive(entry, peak_at)
     out["born_s"] = round(entry["born_s"] - start, 6)

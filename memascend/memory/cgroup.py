@@ -31,7 +31,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """`limit_bytes` is the RAM, or the tightest group's limit; `available_bytes` may still be allocated now.
+    """Host memory: `limit_bytes` is the RAM or the tightest group's limit; `available_bytes` may be allocated now.
 
     `limited_by` and `scarce_in` are the groups that determine them; None if it is the machine itself.
     """
@@ -123,6 +123,7 @@ def _relative(path: str, top: str) -> Path:
 
 
 def _read_group(folder: Path, version: int) -> MemoryGroup | None:
+    """Return the group in a folder, or None if it has no limit."""
     limit, used = _number(folder / _LIMIT[version]), _number(folder / _USED[version])
     if limit is None or limit >= _NO_LIMIT:
         return None
@@ -132,6 +133,7 @@ def _read_group(folder: Path, version: int) -> MemoryGroup | None:
 
 
 def _stat(file: Path) -> Iterator[tuple[str, int]]:
+    """Yield (name, number) of each line of a group's statistics."""
     for line in _read(file).splitlines():
         name, _, number = line.partition(" ")
         if number.isdecimal():
@@ -139,11 +141,13 @@ def _stat(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _number(file: Path) -> int | None:
+    """Return the number in a file, or None if there is none."""
     text = _read(file).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -62,5 +62,6 @@ def trim_heap() -> None:
 
 @functools.cache
 def _malloc_trim() -> Callable[[], object] | None:
+    """Return glibc's `malloc_trim(0)`, or None with another C library."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return None if trim is None else functools.partial(trim, ctypes.c_size_t(0))

@@ -32,6 +32,7 @@ class Item:
 
     @property
     def level(self) -> int:
+        """The class's tolerance of latency, from 1, the lowest (see `memascend.memory.classes`)."""
         return LEVELS[self.name]
 
 

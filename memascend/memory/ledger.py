@@ -48,6 +48,7 @@ class LedgerEntry:
     nodes: tuple[int, ...] | None = None
 
     def alive_at(self, instant_s: float) -> bool:
+        """Return whether the buffer is alive at this instant; at that of its death it no longer is."""
         return self.born_s <= instant_s and (self.died_s is None or instant_s < self.died_s)
 
 
@@ -243,6 +244,7 @@ class Ledger:
         ]
 
     def _sync(self) -> None:
+        """Let the event sources report frees. Called without the lock, since they close entries."""
         with self._lock:
             sources = list(self._sources)
         for source in sources:
@@ -281,6 +283,8 @@ def verify_by_address(entries: Iterable[LedgerEntry]) -> list[AddressCheck]:
 
 @dataclass(frozen=True)
 class _Area:
+    """A mapping of this process, from address `begin` to before `end`."""
+
     begin: int
     end: int
     locked: bool

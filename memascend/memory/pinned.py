@@ -66,7 +66,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's data is in a live block of ours, or in memory that torch itself pinned.
 
     The check is by address, so views count. A block whose pages could only be touched, not locked (see `lock`), counts
-    too: callers need to know whether a buffer is suitable for direct transfers. False for tensors without data.
+    too: callers need to know whether a buffer is suitable for direct transfers. Tensors without data do not count.
     """
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
         return False
@@ -94,6 +94,7 @@ def thresholded_bytes(requested: int) -> int:
 
 
 def _checked(requested: int) -> int:
+    """Return the requested bytes. Raises ValueError for less than one byte."""
     if requested <= 0:
         raise ValueError(f"pinned allocation of {requested} bytes: ask for at least one byte")
     return requested
@@ -112,6 +113,7 @@ class _FreeEvents:
         self._booked: dict[int, tuple[Ledger, int]] = {}
 
     def book(self, block_id: int, ledger: Ledger, entry_id: int) -> None:
+        """Have the ledger's entry closed when the block is freed."""
         with self._lock:
             self._booked[block_id] = (ledger, entry_id)
         ledger.attach(self.sync)
@@ -193,11 +195,11 @@ class _PinnedAllocator:
         placement: Placement | ByClass | None = None,
         topology: Topology | None = None,
     ) -> None:
-        """`lock`: page-lock with mlock. If the limit refuses, pages are only touched and the entry has `locked=False`,
-        unless `require_lock`. `register_cuda`: register the memory with the driver (default: if there is a device).
-        `pages`: small, transparent or reserved, see the module. `placement`: NUMA nodes of blocks without a placement
-        of their own, for all blocks or by class of their owner; `topology`: the machine that placements are checked
-        against (default: this one, read at each allocation).
+        """Create the allocator. `lock`: page-lock with mlock. If the limit refuses, pages are only touched and the
+        entry has `locked=False`, unless `require_lock`. `register_cuda`: register the memory with the driver (default:
+        if there is a device). `pages`: small, transparent or reserved, see the module. `placement`: NUMA nodes of
+        blocks without a placement of their own, for all blocks or by class of their owner; `topology`: the machine that
+        placements are checked against (default: this one, read at each allocation).
         """
         if pages not in PAGES:
             raise ValueError(f"unknown pages {pages!r}: use one of {', '.join(PAGES)}")
@@ -268,6 +270,7 @@ class _PinnedAllocator:
         return tensor, block
 
     def _register(self, block: dict[str, int]) -> None:
+        """Register a block with the CUDA driver, if there is one and the allocator was not told otherwise."""
         wanted = cuda.available() if self.register_cuda is None else self.register_cuda
         if wanted:
             _C.pinned_set_unregister_callback(cuda.unregister)
@@ -281,6 +284,7 @@ class _PinnedAllocator:
         return self.ledger.record(name, owner, requested, role=role, allocator=self.name, reserved_bytes=reserved)
 
     def _complete(self, ledger: Ledger, entry: int, block: dict[str, int], placement: Placement | None) -> None:
+        """Add what is known after the allocation to the block's ledger entry, and have it closed at the free."""
         locked, born_s, nodes = bool(block["locked"]), block["born_ns"] / 1e9, None
         if placement is not None:  # record the actual nodes: only strict policies guarantee theirs
             nodes = tuple(n for n in _C.pages_by_node(block["address"], block["reserved_bytes"]) if n != UNTOUCHED)
@@ -333,6 +337,7 @@ class CountingAllocator:
         self.topology = topology
 
     def reserved_bytes(self, requested: int) -> int:
+        """Return the bytes that the policy reserves for a request. Raises ValueError below one byte."""
         return _POLICIES[self.name](requested)
 
     def allocate(

@@ -106,6 +106,8 @@ def bytes_by_class(checks: Iterable[NodeCheck]) -> dict[str, dict[int, int]]:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the tensor's first byte and after its last one. Raises ValueError for other tensors than
+    strided ones on the CPU with elements."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
         raise ValueError(
             f"placement: a strided CPU tensor with elements is needed, not {tensor.layout} on "

@@ -58,6 +58,7 @@ class PlacementPolicy:
 
     @classmethod
     def _with_limits(cls, value: dict[Any, Any], where: str) -> PlacementPolicy:
+        """Parse a mapping with the keys `policy` and `limits`. Raises ValueError."""
         unknown = sorted(map(str, set(value) - {"policy", "limits"}))
         if unknown:
             raise ValueError(f"{where}: unknown key {unknown[0]!r} next to policy and limits")
@@ -99,24 +100,28 @@ class PlacementPolicy:
 
 
 def _policy(nodes: tuple[int, ...] | Mapping[int, int]) -> Placement:
+    """Return the placement for one node, several, or several with weights."""
     if isinstance(nodes, Mapping):
         return weighted(nodes)
     return on_node(nodes[0]) if len(nodes) == 1 else interleaved(nodes)
 
 
 def _known(kind: Any, where: str) -> str:
+    """Return the name of a policy. Raises ValueError for an unknown one."""
     if kind not in POLICIES:
         raise ValueError(f"{where}: unknown policy {kind!r}: use {', '.join(POLICIES)}, or a mapping of class to node")
     return str(kind)
 
 
 def _class(name: Any, where: str) -> str:
+    """Return the name of a class of tensors. Raises ValueError for an unknown one."""
     if name not in LEVELS:
         raise ValueError(f"{where}: unknown class {name!r}: use {', '.join(CLASSES)}")
     return str(name)
 
 
 def _nodes(name: str, value: Any, where: str) -> tuple[int, ...] | dict[int, int]:
+    """Parse the node, the list of nodes, or the weights by node of the class `name`. Raises ValueError."""
     if isinstance(value, dict):
         weights = list(value.values())
         if not all(type(weight) is int and weight >= 0 for weight in weights) or not any(weights):
@@ -129,6 +134,7 @@ def _nodes(name: str, value: Any, where: str) -> tuple[int, ...] | dict[int, int
 
 
 def _number(value: Any, where: str) -> int:
+    """Parse the number of a node. Raises ValueError."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"{where}: {value!r} is not a node: nodes have numbers from 0 (memascend doctor lists them)")

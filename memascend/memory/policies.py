@@ -28,7 +28,7 @@ class Placement:
         return self.mode == _STRICT
 
     def check(self, topology: Topology, reserved_bytes: int) -> None:
-        """Reject what cannot work, in one line: ValueError for nodes, MemoryError for a strict node without space."""
+        """Raise ValueError for nodes that cannot work, or MemoryError for a strict node without space, in one line."""
         known = ", ".join(map(str, topology.nodes))
         if not self.nodes:
             raise ValueError(f"placement {self}: no node is named; name some of {known}")
@@ -53,6 +53,7 @@ class Placement:
             )
 
     def _check_weights(self, topology: Topology) -> None:
+        """Raise ValueError for weights that do not fit the nodes, or that this kernel does not support."""
         if self.mode == _WEIGHTED and any(topology.nodes[number].weight is None for number in self.nodes):
             raise ValueError(
                 f"placement {self}: weighted interleaving by the kernel needs Linux 6.9; give weights of its own, as "

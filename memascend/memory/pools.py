@@ -182,7 +182,7 @@ class BufferPool:
         return self._capacities[-1]
 
     def lease(self, key: Hashable, numel: int, slot_numel: int | None = None, *, borrow: bool = False) -> Lease | None:
-        """Lease a slot for `numel` elements under `key`; None if its class has no free one.
+        """Lease a slot for `numel` elements under `key`; return None if its class has no free one.
 
         The class is that of the tensor's size; a size without a class, or an aligned length `slot_numel` beyond it,
         uses the nearest larger class. With `borrow` any larger class may be used if that is exhausted, for callers
@@ -250,6 +250,7 @@ class BufferPool:
 
     @property
     def fallbacks(self) -> int:
+        """Number of leases served by a larger class so far."""
         with self._lock:
             return self._fallbacks.total()
 
@@ -270,13 +271,14 @@ class BufferPool:
             return self._free if numel is None else len(self._slots[self._home(numel, None)[0]].free)
 
     def share_a_class(self, numel: int, other: int) -> bool:
-        """Return whether a slot that a tensor of `other` elements returns can serve one of `numel`; or ValueError."""
+        """Return whether one slot may serve tensors of either size. Raises ValueError for a size that fits no class."""
         with self._lock:
             return self._home(numel, None)[0] == self._home(other, None)[0]
 
     # The methods below are called with the lock held.
 
     def _request(self, key: Hashable, numel: int, slot_numel: int | None, borrow: bool) -> _Request:
+        """Return the request for a tensor. Raises ValueError if it fits no class, or `key` has or awaits a slot."""
         home, exact = self._home(numel, slot_numel)
         if key in self._held:
             raise ValueError(f"buffer pool: {key!r} holds a buffer already: release it before the next lease")
@@ -285,6 +287,7 @@ class BufferPool:
         return _Request(key, numel, slot_numel, home, exact, range(home, len(self._slots) if borrow else home + 1))
 
     def _try(self, request: _Request, holder: str) -> Lease | None:
+        """Lease a free slot of the request's candidates, or return None."""
         for chosen in request.candidates:
             if self._slots[chosen].free:
                 break
@@ -314,6 +317,7 @@ class BufferPool:
                 return
 
     def _timed_out(self, request: _Request, timeout_s: float) -> PoolTimeoutError:
+        """Return the error for a request that has waited too long, with the leases of the slots in question."""
         classes = [self._slots[i].pool_class for i in request.candidates]
         names = {c.name for c in classes}
         holders = sorted((h[0] for h in self._held.values() if h[0].class_name in names), key=lambda h: h.since_s)
@@ -340,6 +344,7 @@ class BufferPool:
         return found
 
     def _needed(self, numel: int, slot_numel: int | None) -> int:
+        """Return the elements that a slot must have. Raises ValueError if no class has so many."""
         if numel < 1:
             raise ValueError(f"buffer pool: a tensor of {numel} elements needs no buffer")
         if slot_numel is not None and slot_numel < numel:
@@ -440,7 +445,7 @@ class OnDemandBuffers:
         self._lock = threading.Lock()
 
     def lease(self, key: Hashable, numel: int, slot_numel: int | None = None) -> Lease:
-        """Lease a buffer as BufferPool.lease does, but never None. Raises ValueError, and what the allocator raises."""
+        """Lease a buffer like BufferPool.lease, but never return None. Raises ValueError, and as the allocator does."""
         if numel < 1 or (slot_numel is not None and slot_numel < numel):
             raise ValueError(f"{self.name}: no buffer for {numel} elements in a slot of {slot_numel}")
         needed = slot_numel or _aligned_numel(numel, self.dtype, self._alignment_bytes)

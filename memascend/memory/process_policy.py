@@ -40,6 +40,7 @@ def default_policy() -> None:
 
 
 def _set(mode: int, mask: ctypes.Array[ctypes.c_ulong] | None, what: str) -> None:
+    """Call set_mempolicy. `what` names the caller in errors, which are those of `interleave_process`."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"{what}: not supported on {platform.machine()}; start the program with numactl")

@@ -10,7 +10,7 @@ PROPORTIONAL = ("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem", "Locked")
 
 
 def lines_of(pid: int | str, file: str, names: tuple[str, ...]) -> dict[str, int]:
-    """Return the named lines of a file in /proc/PID, in bytes ("kB" values are converted). OSError if it is gone."""
+    """Return the named lines of a file in /proc/PID in bytes, converted from kB. Raises OSError if it is gone."""
     found = {}
     for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
         name, colon, rest = line.partition(":")

@@ -78,6 +78,7 @@ class Topology:
 
 
 def _read_node(folder: Path, root: Path) -> Node:
+    """Read one node from its folder in /sys."""
     memory = {name: int(kib) * 1024 for name, kib in re.findall(r"(\S+):\s+(\d+) kB", _read(folder / "meminfo"))}
     number = int(folder.name[4:])
     others = sorted(int(path.name[4:]) for path in folder.parent.glob("node[0-9]*"))
@@ -97,11 +98,13 @@ def _read_node(folder: Path, root: Path) -> Node:
 
 
 def _positive(path: Path, unit: float) -> float | None:
+    """Return the number in a file times `unit`, or None if there is none or it is zero."""
     text = _read(path).strip()
     return int(text) * unit if text.isdecimal() and int(text) else None
 
 
 def _tier(number: int, root: Path) -> int | None:
+    """Return the kernel's memory tier of a node, or None if the kernel has none for it."""
     for folder in (root / _TIERS).glob("memory_tier[0-9]*"):
         if number in _listed(_read(folder / "nodelist").strip()):
             return int(folder.name.removeprefix("memory_tier"))
@@ -109,6 +112,7 @@ def _tier(number: int, root: Path) -> int | None:
 
 
 def _whole_machine(root: Path) -> Node:
+    """Return the machine as node 0, for a kernel without NUMA."""
     total, available = ram_bytes(root)
     cpus = _read(root / "sys/devices/system/cpu/online").strip() or "0"
     return Node(number=0, cpus=cpus, total_bytes=total, available_bytes=available, distances={0: LOCAL_DISTANCE})
@@ -125,6 +129,7 @@ def _listed(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
+    """Return the text of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -44,6 +44,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
+    """Return whether our allocator serves new CPU tensors of this process."""
     return _C.tracking_allocator_installed()
 
 
@@ -53,6 +54,7 @@ def set_role(role: str) -> None:
 
 
 def current_role() -> str:
+    """Return the role of blocks that are allocated now, "host" or "device"."""
     return _C.tracking_allocator_role()
 
 
@@ -85,6 +87,7 @@ def peak_bytes() -> dict[str, int]:
 
 
 def reset_peaks() -> None:
+    """Restart the peaks of all roles from the bytes alive now."""
     _C.tracking_allocator_reset_peaks()
 
 

@@ -136,6 +136,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does. Raises ValueError for all but contiguous CPU parameters of `DTYPES`."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             fits = parameter.device.type == "cpu" and parameter.is_contiguous()
@@ -219,12 +220,14 @@ class AdamW(torch.optim.Optimizer):
         placement: Placement | None,
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
+        """Allocate a state, booked as `name` under `owner`; one without elements is not booked."""
         numel = math.prod(shape)
         if numel == 0:
             return torch.empty(shape, dtype=dtype)
         return self._allocator.allocate(numel, dtype, name=name, owner=owner, placement=placement).view(shape)
 
     def _update(self, parameter: torch.Tensor, name: str, group: dict[str, Any]) -> None:
+        """Update a parameter that has a gradient. Raises ValueError for a sparse gradient, amsgrad and maximize."""
         if parameter.grad.layout != torch.strided:
             raise ValueError(f"{type(self).__name__}: the gradient of {name} is sparse: use a dense one")
         if asked := [option for option in ("amsgrad", "maximize") if group.get(option)]:
@@ -238,6 +241,7 @@ class AdamW(torch.optim.Optimizer):
         self._advance(parameter, state, options)
 
     def _advance(self, parameter: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+        """Make the step of one parameter with the native kernel. `options`: those of `adamw_`."""
         master = state.get("master")
         adamw_(
             parameter.detach() if master is None else master,
@@ -254,6 +258,7 @@ def _alternatives(names: Sequence[str]) -> str:
 
 
 def _check_options(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for an option that is out of range."""
     for name, value in {"lr": float(lr), "eps": eps, "weight_decay": weight_decay}.items():
         if not value >= 0:
             raise ValueError(f"AdamW: {name} is {value}: it must be at least 0")

@@ -166,6 +166,7 @@ def _value_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _nearest_code(relative: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes nearest to values that are given relative to the scale and without sign."""
     values = _value_of(torch.arange(8 << bits, dtype=torch.uint8), bits).double()
     middles = (values[1:] + values[:-1]) / 2
     return torch.bucketize(relative, middles).to(torch.uint8)
@@ -205,6 +206,7 @@ class AdamW8bit(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, allocator=allocator, placements=placements)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as AdamW does, and number its elements for the stochastic rounding."""
         super().add_param_group(param_group)
         # Elements are numbered over all parameters, and each parameter begins a new block.
         for parameter in self.param_groups[-1]["params"]:

@@ -30,6 +30,7 @@ class LogitTransform:
     softcap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits; the given ones stay unchanged."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -93,6 +94,8 @@ def chunked_linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Settings:
+    """Options of one loss. `chunk`: the number of tokens whose logits are computed at a time."""
+
     ignore_index: int
     transform: LogitTransform
     chunk: int  # tokens
@@ -179,6 +182,7 @@ def _cast(total: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a @ b`, with products in fp32 where `computed_in_fp32` says so."""
     return product_in_fp32(a, b) if computed_in_fp32(a) else a @ b
 
 

@@ -46,6 +46,7 @@ def linear_in_fp32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def _slices(weight: torch.Tensor) -> Iterator[slice]:
+    """Return slices of the weight's rows that are small enough to be converted as a whole."""
     return (slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(weight), _ROWS_AT_ONCE))
 
 

@@ -108,6 +108,8 @@ class WholeRows:
 
 
 class _WholeGradients:
+    """Collects the gradients of all slices; their concatenation is the gradient of the anchor."""
+
     def __init__(self) -> None:
         self._found: list[torch.Tensor] = []
 
@@ -123,6 +125,7 @@ class _WholeGradients:
 
 
 def _embed(module: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+    """Look up `ids` (...) in a sliced embedding: (..., H). Raises IndexError for an index out of range."""
     rows = rows_of(module)
     padding = -1 if module.padding_idx is None else module.padding_idx
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows.bounds[-1][1]:
@@ -161,6 +164,7 @@ class _SlicedEmbedding(torch.autograd.Function):
 
 
 def _inside(ids: torch.Tensor, bounds: tuple[int, int]) -> torch.Tensor:
+    """Return which of the ids are in [begin, end)."""
     return (ids >= bounds[0]) & (ids < bounds[1])
 
 
@@ -202,6 +206,7 @@ def sliced_cross_entropy(
 
 
 def _as_autocast(hidden: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return both tensors in the dtype of autocast, if it is on."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, bias
@@ -218,10 +223,12 @@ class _OfHidden:
             self._total = torch.zeros_like(hidden, dtype=torch.float32 if slices > 1 else hidden.dtype)
 
     def add(self, tokens: slice, grad: torch.Tensor, part: torch.Tensor) -> None:
+        """Add `grad @ part` to the rows of these tokens."""
         if self._total is not None:
             self._total[tokens] += product(grad, part)
 
     def total(self) -> torch.Tensor | None:
+        """Return the sum in the dtype of `hidden`, or None if it is not wanted."""
         return None if self._total is None else self._total.to(self._dtype)
 
 

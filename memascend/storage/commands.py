@@ -42,6 +42,7 @@ def _add(
     options: Callable[[argparse.ArgumentParser], None] | None = None,
     several: str = "+",
 ) -> None:
+    """Add a subcommand that calls `run` and takes devices, as many as `several` (argparse's `nargs`) says."""
     parser = actions.add_parser(name, help=summary, description=summary)
     text = "block device, loop device or preallocated file"
     parser.add_argument("devices", nargs=several, metavar="DEVICE", help=text)
@@ -52,6 +53,7 @@ def _add(
 
 
 def _reported(run: Callable[[argparse.Namespace], str], options: argparse.Namespace) -> str:
+    """Run a command. A RuntimeError of the store is raised as a ValueError."""
     try:
         return run(options)
     except RuntimeError as error:  # foreign, incomplete, damaged or in use
@@ -104,6 +106,7 @@ def _format_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
+    """Return the bytes of a size such as 4096, 64K or 8G. Raises ArgumentTypeError for anything else."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     if not number.isdecimal() or unit not in _UNITS or int(number) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4096, 64K or 8G")
@@ -111,6 +114,7 @@ def _size(text: str) -> int:
 
 
 def _words(options: argparse.Namespace) -> list[str | None]:
+    """Return the serial number given for each device, or None for each. Raises ValueError if some are missing."""
     if options.serial and len(options.serial) != len(options.devices):
         raise ValueError(f"{len(options.devices)} devices but {len(options.serial)} --serial: give one for each")
     return options.serial or [None] * len(options.devices)
@@ -129,12 +133,14 @@ def _require_distinct(paths: list[str]) -> None:
 
 
 def _require_existing(paths: list[str], fix: str) -> None:
+    """Raise ValueError, with the suggestion `fix`, if one of the paths does not exist."""
     for path in paths:
         if not os.path.exists(path):
             raise ValueError(f"there is no {path}: {fix}")
 
 
 def _format(options: argparse.Namespace) -> str:
+    """Create missing files of the given size, format all devices as one store, and return the text to print."""
     from memascend.storage.native import _C
 
     words = _words(options)
@@ -178,6 +184,7 @@ def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
 
 
 def _open(options: argparse.Namespace) -> Any:
+    """Return the store on the devices, each of which is checked before. Raises DeviceRefused, and ValueError."""
     from memascend.storage.native import _C
 
     _require_existing(options.devices, "name the devices of a store")
@@ -187,6 +194,7 @@ def _open(options: argparse.Namespace) -> Any:
 
 
 def _list(options: argparse.Namespace) -> str:
+    """Return the store's tensors and space as text, or as JSON."""
     store = _open(options)
     block, space, found = store.superblock(0), store.space(), store.list()
     if options.json:
@@ -206,6 +214,7 @@ def _shape(record: dict[str, Any]) -> str:
 
 
 def _verify(options: argparse.Namespace) -> str:
+    """Verify all tensors of a store. Damaged ones are erased with `--repair`, and raise ValueError without it."""
     store = _open(options)
     problems = {key: store.verify(key) for key, _ in store.list()}
     damaged = {key: problem for key, problem in problems.items() if problem}
@@ -228,6 +237,7 @@ def _verify(options: argparse.Namespace) -> str:
 
 
 def _collect(options: argparse.Namespace) -> str:
+    """Remove what dead processes have left in folders or in a store, and in shared memory."""
     from memascend.storage.shared_memory import collect_shared_memory
 
     _require_existing(options.devices, "name a folder, or the devices of a store")
@@ -256,6 +266,7 @@ def _collect_store(options: argparse.Namespace) -> str:
 
 
 def _destroy(options: argparse.Namespace) -> str:
+    """Destroy a store, after comparing its owner and the serial numbers of its devices with the given ones."""
     from memascend.storage.native import _C
 
     _require_existing(options.devices, "name the devices of a store")

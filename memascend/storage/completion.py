@@ -48,7 +48,7 @@ class Completion:
     """An operation that ends once, with a value or an error. Made by tiers, `then`, `all_of`, `when`; thread-safe."""
 
     def __init__(self, what: str) -> None:
-        """`what` names the operation in messages."""
+        """Create a completion that has not ended. `what` names the operation in messages."""
         self._what = what
         self._done = self._observed = False
         self._value: Any = None
@@ -86,9 +86,10 @@ class Completion:
         return self._error
 
     def cancel(self) -> bool:
-        """Ask to skip what has not begun. False if it has ended, or cannot be stopped any more.
+        """Ask to skip what has not begun; return False if it has ended, or cannot be stopped any more.
 
-        It still ends: with RequestCancelled, unless it was too far along; wait for it before reusing the buffer.
+        A cancelled operation still ends, with RequestCancelled unless it was too far along. Wait for its end before
+        reusing the buffer.
         """
         return False
 
@@ -117,6 +118,7 @@ class Completion:
 
     @whole
     def _block(self, timeout_s: float | None) -> None:
+        """Wait for the end, without raising the operation's error; see `wait` for the other errors."""
         if self._pid != os.getpid():
             raise RuntimeError(f"{self._what} was started before the fork, in the parent: start it in each process")
         if _dispatcher.is_this_thread():
@@ -155,6 +157,7 @@ class Completion:
         self._settle(error=error)
 
     def _call(self, function: Callable[[Completion], None]) -> None:
+        """Call a callback, and log its exception."""
         try:
             function(self)
         except Exception:
@@ -190,6 +193,7 @@ class _Stage(Completion):
         self._cancelled = False
 
     def begin(self, upstream: Completion) -> None:
+        """Called when `upstream` has ended: run the step, or end with the error without running it."""
         error, self._source = upstream.error(), None
         if error is not None or self._cancelled:
             self._function = None
@@ -203,6 +207,7 @@ class _Stage(Completion):
                 self._settle(error=refused)
 
     def _run(self, value: Any) -> None:
+        """Call the function, and end with its result; if that is a completion, end when it does."""
         function, self._function = self._function, None  # drop the references that the function holds
         try:
             if self._cancelled:
@@ -219,6 +224,7 @@ class _Stage(Completion):
             self._settle(result)
 
     def _adopt(self, inner: Completion) -> None:
+        """End like the completion that the function has returned."""
         self._source = None
         self._settle(inner._value, inner.error())
 
@@ -236,6 +242,8 @@ def all_of(completions: Iterable[Completion]) -> Completion:
 
 
 class _All(Completion):
+    """The completion that `all_of` returns."""
+
     def __init__(self, parts: list[Completion]) -> None:
         super().__init__(f"{len(parts)} operations")
         self._parts = parts
@@ -294,6 +302,7 @@ class _Dispatcher:
 
     @whole
     def ask(self, is_done: Callable[[], bool], completion: Completion) -> None:
+        """Poll `is_done` in the thread, and end `completion` when it is true or raises."""
         with self._lock:
             self._questions.append((is_done, completion))
             self._wake()
@@ -340,6 +349,7 @@ class _Dispatcher:
         return epoll
 
     def _run(self, epoll: select.epoll, wake_fd: int) -> None:
+        """The thread's target: serve eventfds, calls and polls until none is left."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals belong to the main thread
         while True:
             if self._questions:
@@ -361,12 +371,14 @@ class _Dispatcher:
                     return
 
     def _run_one(self, function: Callable[[], None]) -> None:
+        """Call a function, and log its exception."""
         try:
             function()
         except Exception:
             log.exception("memascend: internal error in the callback thread, which continues")
 
     def _ask(self) -> None:
+        """Poll all pending questions once, and end the completions of those that have an answer."""
         for question in list(self._questions):
             is_done, completion = question
             try:

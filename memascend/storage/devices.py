@@ -80,7 +80,7 @@ class DeviceReport:
 
 
 def inspect(path: str | os.PathLike[str]) -> DeviceReport:
-    """Inspect a device or file without writing to it. Raises DeviceRefused if it is neither, OSError."""
+    """Inspect a device or file without writing to it. Raises DeviceRefused if it is neither, and OSError."""
     name = os.fspath(path)
     status = os.stat(name)
     if stat.S_ISREG(status.st_mode):
@@ -104,6 +104,7 @@ def inspect(path: str | os.PathLike[str]) -> DeviceReport:
 
 
 def _inspect_file(name: str, status: os.stat_result) -> DeviceReport:
+    """Return the report on a regular file: whether anything else uses it, and its contents."""
     real = os.path.realpath(name)
     problems = []
     for backing in SYS.glob("block/loop*/loop/backing_file"):
@@ -184,6 +185,8 @@ def _contents(name: str, size: int) -> Iterator[str]:
 
 
 def _table_hits(head: bytes, tail: bytes, size: int) -> Iterator[str]:
+    """Yield the names of the signatures in our table that match. `head`, `tail`: the first and last `EDGE_BYTES` of a
+    device of `size` bytes."""
     for signature in SIGNATURES:
         data, at = (head, signature.offset) if signature.offset >= 0 else (tail, len(tail) + signature.offset)
         if at >= 0 and data[at : at + len(signature.magic)] == signature.magic:
@@ -196,6 +199,7 @@ def _table_hits(head: bytes, tail: bytes, size: int) -> Iterator[str]:
 
 
 def _blkid_hits(name: str) -> Iterator[str]:
+    """Yield what libblkid recognises on the device; nothing without the program blkid."""
     tool = shutil.which("blkid") or shutil.which("blkid", path="/usr/sbin:/sbin")
     if tool is None:
         return
@@ -255,6 +259,7 @@ def _is_claimed(name: str) -> bool:
 
 
 def _serial(disk: Path) -> str | None:
+    """Return the serial number of a disk, given its folder in /sys, or None if it has none."""
     for place in (disk / "device/serial", disk / "serial", disk / "device/wwid", disk / "wwid"):
         text = _read(place)
         if text:
@@ -269,10 +274,12 @@ def _model(disk: Path) -> str:
 
 
 def _swaps() -> list[str]:
+    """Return the paths that are in use as swap."""
     return [line.split()[0].replace("\\040", " ") for line in _lines(PROC / "swaps")[1:] if line.split()]
 
 
 def _device_number(path: str) -> str:
+    """Return "major:minor" of a block device, or an empty string for any other path."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -291,6 +298,7 @@ def _read(path: Path) -> str:
 
 
 def _read_or(path: Path, default: str, reader: Callable[[Path], str] = Path.read_text) -> str:
+    """Return what `reader` reads from the file, or `default` on an OSError."""
     try:
         return reader(path)
     except OSError:

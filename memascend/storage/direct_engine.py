@@ -284,10 +284,11 @@ class DirectEngine(StorageEngine):
         return self._store.commit()
 
     def erase(self, key: str) -> bool:
-        """Remove a tensor, permanently with the next commit (volatile: at once). False if there is none."""
+        """Remove a tensor, permanently with the next commit (volatile: at once); return False if there is none."""
         return self._native.erase(key)
 
     def info(self, key: str) -> StoredTensor:
+        """Return the index entry of a tensor. Raises KeyError if there is none."""
         found = self._native.find(key)
         if found is None:
             raise KeyError(key)
@@ -329,6 +330,7 @@ class DirectEngine(StorageEngine):
         return self._store.uncommitted()
 
     def space(self) -> StoreSpace:
+        """Return the store's space as it is now."""
         return StoreSpace(**self._store.space())
 
     def collect(self) -> int:
@@ -391,5 +393,6 @@ class DirectEngine(StorageEngine):
 
 
 def _end(native: Any, store: Any, pid: int, scratch: ScratchFile | None) -> None:
+    """Finalizer: end a native engine, and remove its scratch file unless the engine was given up."""
     if end_engine(native, lambda: ", ".join(store.paths()), pid) and scratch is not None:
         scratch.remove()

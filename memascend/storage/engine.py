@@ -131,7 +131,7 @@ class StorageEngine:
         return self._native.completion_fd
 
     def cancel(self, request: int) -> bool:
-        """Drop the parts of the request that have not gone to the kernel. False if it has ended.
+        """Drop the parts of the request that have not gone to the kernel; return False if it has ended.
 
         Its outcome must still be waited for or taken.
         """
@@ -168,6 +168,7 @@ class StorageEngine:
 
     @property
     def statistics(self) -> EngineStatistics:
+        """The counters of this engine since it was created."""
         return EngineStatistics(**self._native.statistics(), direct=self.direct)
 
     @property
@@ -180,6 +181,7 @@ class StorageEngine:
         return not self._native.buffered_path
 
     def _tell_if_buffered(self) -> None:
+        """Log a warning, once per file system, if transfers go through the page cache."""
         if self._told or not (path := self._native.buffered_path):
             return
         self._told = True
@@ -196,13 +198,16 @@ class StorageEngine:
             )
 
     def _where(self) -> str:
+        """Return the engine's devices for the end of a message; empty by default."""
         return ""
 
     def _place(self) -> str:
+        """Return the devices, or a file with requests in flight, for messages about an engine that hangs."""
         raise NotImplementedError
 
 
 def _error_of(failure: Failure | None) -> StorageError | None:
+    """Return the exception for a native failure, or None."""
     return None if failure is None else StorageError.of(failure)
 
 

@@ -42,6 +42,7 @@ class Transfer(Completion):
 
     @whole
     def end(self, error: BaseException | None) -> None:
+        """Call the tier's `at_end`, unless that was done, then settle with `error` or, if it is None, successfully."""
         at_end, self._at_end = self._at_end, None  # breaks the reference to this transfer and its tier
         if at_end is not None:  # else it was already ending, and was interrupted
             at_end(error)  # before settling, so that waiters see its effects
@@ -106,6 +107,7 @@ class Requests:
 
     @whole
     def submit(self, transfer: Transfer, submit: Callable[[], int]) -> None:
+        """Call `submit`, and keep the transfer by the number that it returns. Raises RuntimeError after `close`."""
         with self._lock:  # so that no outcome is taken before its transfer is known
             if self._closed:
                 raise RuntimeError(f"{transfer._what}: the tier is closed")
@@ -132,12 +134,13 @@ class Requests:
 
     @whole
     def cancel(self, number: int) -> bool:
+        """Cancel a request in the engine; return False if it has ended or cannot be stopped any more."""
         with self._lock:
             return number in self._live and not self._closed and self.engine.cancel(number)
 
     @whole
     def wait_for(self, number: int, timeout_s: float | None, what: str) -> bool:
-        """Block until the request has ended, and report it. False if another thread is about to report it."""
+        """Block until the request has ended, and report it; return False if another thread is about to do that."""
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         leaving.begin_if_asked()
@@ -189,6 +192,7 @@ class Requests:
 
     @whole
     def take(self) -> None:
+        """Take the outcomes that the engine has, and end their transfers. Does not block."""
         this_thread = threading.get_ident()
         self._reporting.add(this_thread)
         try:
@@ -201,6 +205,7 @@ class Requests:
             self._reporting.discard(this_thread)
 
     def _ended(self, number: int, error: BaseException | None) -> None:
+        """End the transfer of a request, unless the engine was abandoned."""
         with self._lock:
             transfer = self._live.pop(number, None)
             if not self._live:
@@ -235,6 +240,7 @@ class Requests:
         self.engine = None  # type: ignore[assignment]  # releases its descriptor; later calls are AttributeErrors
 
     def _unwatch(self) -> None:
+        """Let the dispatcher report no more outcomes."""
         fd, self._fd = self._fd, -1
         self._at_work.discard(self)
         if fd >= 0:

@@ -20,7 +20,7 @@ class EngineTier(TierBase):
     """Base of the tiers over engines: submits requests to one or more engines and settles their completions."""
 
     def __init__(self, place: str, engines: Sequence[StorageEngine], *, ordered: bool) -> None:
-        """`place` is for messages. `ordered`: the engine itself orders the transfers of a key."""
+        """Create an empty tier. `place` names it in messages. `ordered`: the engines order a key's transfers."""
         super().__init__(place)
         self._all = [Requests(engine) for engine in engines]
         self._queue = None if ordered else KeyQueue()
@@ -29,12 +29,15 @@ class EngineTier(TierBase):
     # -- operations that depend on the engine --------------------------------------------------------------------------
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        """Submit a write of the tensor, or of a part from byte `offset` on; return the request's number."""
         raise NotImplementedError
 
     def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
+        """Submit a read from byte `offset` of the tensor on; return the request's number."""
         raise NotImplementedError
 
     def _forget(self, key: str) -> None:
+        """Remove a tensor from the engine. Its transfers have ended, or the engine orders them itself."""
         raise NotImplementedError
 
     def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
@@ -141,12 +144,14 @@ class EngineTier(TierBase):
     # ------------------------------------------------------------------------------------------------------------------
 
     def _forget_size(self, key: str) -> None:
+        """Remove a tensor from the tier's records. Requires `_lock`."""
         size = self._sizes.pop(key, None)
         self._broken.discard(key)
         if size is not None:
             self._free_room(size)
 
     def _requests_for(self, verb: str) -> Requests:
+        """Return the requests of the engine that does transfers of kind `verb` (read or write)."""
         return self._all[0]
 
     def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
@@ -177,6 +182,7 @@ class EngineTier(TierBase):
         return transfer
 
     def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
+        """Record the end of a transfer: after a failed write, reads of the key fail until it is written again."""
         with self._lock:
             if verb == "write" and error is not None:
                 self._broken.add(key)
@@ -185,5 +191,6 @@ class EngineTier(TierBase):
             self._ended(transfer, error)
 
     def _watch(self) -> None:
+        """Let the dispatcher report the ends of transfers from now on."""
         for requests in self._all:
             requests.watch()

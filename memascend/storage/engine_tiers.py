@@ -217,6 +217,7 @@ class DirectTier(EngineTier):
         self._used_bytes = used
 
     def _grow(self, size_bytes: int) -> None:
+        """Grow the file to `size_bytes` of tensors, if it is smaller; no effect on devices. Raises StorageError."""
         if self._in_file and size_bytes > self._grown_bytes:
             self._beside(f"growth of {self._place}", lambda: self.engine.grow(size_bytes))
             self._grown_bytes = size_bytes
@@ -318,6 +319,7 @@ class FileTier(EngineTier):
             raise StorageError("allocation", self._scratch.path, 0, more_bytes, self.free_bytes, errno.ENOSPC, reason)
 
     def _file(self, key: str) -> str:
+        """Return the path of a tensor's file: its key in percent-encoding, shortened with a hash if it is long."""
         name = quote(key, safe="")
         if len(name) > _NAME_BYTES or name in (".", ".."):
             name = f"{hashlib.sha256(key.encode()).hexdigest()}-{name[-_NAME_BYTES // 2 :]}"

@@ -82,6 +82,7 @@ _STORE_FIXES = {
 
 
 def _fix(op: str, errno: int | None, key: str | None) -> str:
+    """Return what to do about an error, as the end of a message; empty if nothing is known."""
     if errno is None:
         shorter = op == "read" and key is None
         return ": the file is shorter than the tensor: write the whole tensor first" if shorter else ""

@@ -75,7 +75,7 @@ class FairLock:
         self._number = number
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free; False if another process has it or is ahead."""
+        """Take the lock if it is free; return False if another process has it or is ahead."""
         number = self._take_number()
         if not self._is_first(number):
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
@@ -93,6 +93,7 @@ class FairLock:
         return True
 
     def release(self) -> None:
+        """Release the lock. No effect if this process does not have it."""
         number, self._number = self._number, None
         if number is not None and self._fd >= 0:
             self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, _FIRST + number, 1)
@@ -115,6 +116,7 @@ class FairLock:
                 os.close(fd)
 
     def _take_number(self) -> int:
+        """Draw the next number, lock its byte, and return it. Raises OSError, and RuntimeError after `close`."""
         if self._fd < 0:
             raise RuntimeError(f"the lock {self.path} is closed")
         self._reach_desk()
@@ -132,7 +134,7 @@ class FairLock:
         return number
 
     def _reach_desk(self) -> None:
-        """Lock the byte that guards the counter; OSError if it is taken for longer than drawing a number takes."""
+        """Lock the byte that guards the counter. Raises OSError if it stays taken for longer than a draw lasts."""
         end = time.monotonic() + _DESK_S
         while True:
             try:
@@ -143,11 +145,13 @@ class FairLock:
                 time.sleep(0.0005)
 
     def _lock(self, command: int, kind: int, begin: int, length: int) -> None:
+        """Apply a lock operation of fcntl to `length` bytes from `begin` on; no effect for zero bytes."""
         if length:
             fcntl.fcntl(self._fd, command, _range(kind, begin, length))
 
 
 def _range(kind: int, begin: int, length: int) -> bytes:
+    """Return a `struct flock` for fcntl, with the process id 0 that locks of open file descriptions require."""
     return struct.pack("hhqqi0q", kind, os.SEEK_SET, begin, length, 0)
 
 

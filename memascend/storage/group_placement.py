@@ -19,7 +19,7 @@ class GroupPlacement:
     def __init__(
         self, paths: Sequence[StoragePath], placement: str | Sequence[float], group_of: Callable[[str], str]
     ) -> None:
-        """Raises ValueError for an invalid placement."""
+        """Create a placement without groups. Raises ValueError for an invalid `placement`."""
         self._paths, self.placement, self._group_of = paths, placement, group_of
         self.path_of: dict[str, StoragePath] = {}
         self.group_bytes: dict[str, int] = {}
@@ -33,6 +33,7 @@ class GroupPlacement:
         return len(there)
 
     def count(self, path: StoragePath) -> int:
+        """Return the number of groups assigned to a path."""
         return sum(placed is path for placed in self.path_of.values())
 
     def idle(self) -> list[StoragePath]:
@@ -49,6 +50,7 @@ class GroupPlacement:
         return [path.rates or mean for path in asked]
 
     def weights(self, paths: Sequence[StoragePath]) -> list[float]:
+        """Return the weights of the paths' shares, by the placement and the current rates."""
         return placements.weights(self.placement_on(paths), self.rates(paths))
 
     def placement_on(self, paths: Sequence[StoragePath]) -> str | list[float]:
@@ -59,7 +61,7 @@ class GroupPlacement:
         return ratio if sum(ratio) > 0 else [1.0] * len(ratio)
 
     def plan(self) -> bool:
-        """Plan new paths for all groups except those on full paths, if the gain is worth it. True if any changed."""
+        """Plan new paths for all groups except those on full paths, if that is worth it; return whether any changed."""
         usable = [path for path in self._paths if path.usable and not path.full]
         fixed = {group for group, placed in self.path_of.items() if placed.full and placed.usable}
         sizes = {group: nbytes for group, nbytes in self.group_bytes.items() if group not in fixed}
@@ -78,6 +80,7 @@ class GroupPlacement:
         return changed
 
     def _held_bytes(self, path_of: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
+        """Return the bytes of the groups that `path_of` assigns to each of `paths`."""
         held = dict.fromkeys(paths, 0.0)
         for group, nbytes in self.group_bytes.items():
             if path_of.get(group) in held:

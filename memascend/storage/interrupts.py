@@ -65,23 +65,27 @@ class _Uninterrupted:
         self._deliver()
 
     def _note(self, _number: int, _frame: Any) -> None:
+        """Record a SIGINT. Its handler is called now if the first one came `PATIENCE_S` ago or earlier."""
         now = time.monotonic()
         self._noted.append(now)
         if now - self._noted[0] >= PATIENCE_S:  # the current wait does not check
             self._deliver()
 
     def _deliver(self) -> None:
+        """Call the replaced handler, once for all signals that were recorded."""
         if self._noted:
             self._noted.clear()
             self._before(_signal.SIGINT, sys._getframe())
 
     def check(self) -> None:
+        """Deliver a recorded SIGINT, except in a patient block before `PATIENCE_S` have passed. Main thread only."""
         if not self._noted or not self._depth or threading.get_ident() != threading.main_thread().ident:
             return
         if not self._patient or time.monotonic() - self._noted[0] >= PATIENCE_S:
             self._deliver()
 
     def be_patient(self, more: int) -> None:
+        """Enter (1) or leave (-1) a block whose waits may end before a SIGINT is delivered."""
         if threading.get_ident() == threading.main_thread().ident:
             self._patient += more
 
@@ -114,6 +118,7 @@ def wait(wait_for: Callable[[float | None], bool], timeout_s: float | None = Non
 
 
 def _wait_in_slices(wait_for: Callable[[float | None], bool], timeout_s: float | None) -> bool:
+    """Wait in slices of `SLICE_S`, with `check` before and between them. Return False after `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     check()
     while True:

@@ -11,6 +11,9 @@ from memascend.storage import completion as completions
 
 @dataclass(eq=False)
 class Turn:
+    """A turn on a key. `exclusive`: it shares the key with no other turn; `begin`: called when the turn comes later;
+    `begun`: whether it has come."""
+
     exclusive: bool
     begin: Callable[[], None]
     begun: bool
@@ -32,6 +35,7 @@ class KeyQueue:
             return turn
 
     def leave(self, key: str, turn: Turn) -> None:
+        """End a turn, and begin those that may begin now, in the dispatcher thread."""
         with self._lock:
             turns = self._turns[key]
             turns.remove(turn)

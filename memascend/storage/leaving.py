@@ -59,10 +59,12 @@ class _Watch:
         self._patience_s = PATIENCE_S
 
     def register(self, leavable: Leavable) -> None:
+        """Watch `leavable`, referenced weakly."""
         self._there.append(weakref.ref(leavable, self._there.remove))
 
     @interrupts.whole
     def begin(self, patience_s: float, for_s: float) -> None:
+        """Watch for at least `for_s` seconds from now; what makes no progress for `patience_s` seconds is given up."""
         with self._lock:
             self._until, self._patience_s = max(self._until, time.monotonic() + for_s), patience_s
             if self._thread is None:
@@ -70,6 +72,7 @@ class _Watch:
                 self._thread.start()
 
     def _run(self) -> None:
+        """The thread's target: look at everything in flight until the time is over or nothing is left."""
         moved: dict[Leavable, tuple[object, float]] = {}  # last progress, and when it was first seen
         while True:
             now = time.monotonic()
@@ -92,6 +95,7 @@ class _Watch:
         return moved
 
     def _give_up(self, hang: Iterable[Leavable]) -> None:
+        """Log one line about what hangs, and end its transfers with an error."""
         told: dict[str, int] = {}
         for leavable in hang:
             told[leavable.place] = told.get(leavable.place, 0) + leavable.under_way()

@@ -223,15 +223,17 @@ class MultiPathTier(TierBase):
 
     @property
     def direct(self) -> bool:
+        """Whether transfers on all paths bypass the page cache."""
         return all(getattr(path.tier, "direct", True) for path in self._paths)
 
     @property
     def used_bytes(self) -> int:
+        """Bytes of the tensors on all paths, rounded up to their allocation units."""
         return sum(getattr(path.tier, "used_bytes", 0) for path in self._paths)
 
     @property
     def bounce_buffers(self) -> list[tuple[int, int]]:
-        """(address, bytes) of the bounce buffers of all engines that have any."""
+        """Bounce buffers of all engines that have any, as (address, bytes)."""
         engines = [getattr(path.tier, "engine", None) for path in self._paths]
         return [buffer for engine in engines if engine is not None for buffer in engine.bounce_buffers]
 
@@ -267,7 +269,7 @@ class MultiPathTier(TierBase):
         ]
 
     def observe(self) -> bool:
-        """Update the paths' rates from their transfers since the last call, and plan again. True if groups will move.
+        """Update the paths' rates from transfers since the last call, and plan again; return whether groups move.
 
         Called automatically once about as much was written as is stored (a pass). A caller that knows when a step ends
         may call it then.
@@ -298,6 +300,7 @@ class MultiPathTier(TierBase):
         return {holders[-1] for holders in self._holders.values()}
 
     def _note_size(self, key: str, nbytes: int | None) -> None:
+        """Record a tensor's new size, or with None its removal. Requires `_lock`."""
         self._groups.note(key, self._sizes.pop(key, 0), nbytes)
         if nbytes is not None:
             self._sizes[key] = nbytes
@@ -305,7 +308,7 @@ class MultiPathTier(TierBase):
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _begin(self, verb: str, key: str, tensor: torch.Tensor, offset: int, priority: int) -> Completion:
-        """Begin or queue a transfer. Requires `_lock`. StorageError if a write begins now and no path has space."""
+        """Begin or queue a transfer. Requires `_lock`. Raises StorageError if no path has space for a write now."""
         transfer = PathTransfer(f"{verb} of '{key}'", self._cancel)
         write = verb == "write"
         refused: list[BaseException] = []
@@ -343,6 +346,7 @@ class MultiPathTier(TierBase):
         return transfer
 
     def _pass_is_over(self, written: int) -> bool:
+        """Count written bytes, and return whether nearly as much was written as is stored. Requires `_lock`."""
         self._written_in_pass += written
         return self._written_in_pass >= 0.9 * sum(self._groups.group_bytes.values())
 
@@ -409,6 +413,7 @@ class MultiPathTier(TierBase):
         attempts: int,
         end: Callable[[BaseException | None], None],
     ) -> None:
+        """Read from the last holder, at most `attempts` times; after that the path is taken out."""
         with self._lock:
             broken = self._broken.get(key)
             holders = self._holders.get(key)
@@ -456,6 +461,7 @@ class MultiPathTier(TierBase):
             path.tier.erase(key)
 
     def _cancel(self, transfer: PathTransfer) -> bool:
+        """Cancel the current attempt of a transfer. One that is queued ends when its turn comes."""
         attempt = transfer._attempt
         if attempt is None or attempt.inner is None:
             return True  # it ends once its turn comes

@@ -36,7 +36,7 @@ def open_paths(
     group_of: Callable[[str], str] = lambda key: key,
     around: Callable[[str, Tier], Tier] | None = None,
 ) -> MultiPathTier:
-    """Return a tier over `paths`: folders, created if only the last component is missing, and formatted devices.
+    """Return a tier over `paths`: folders, which are created if they are missing, and formatted devices.
 
     `kind`: `direct` (one file per folder) or `file` (one file per tensor). `around` wraps the tier of a path in another
     one; if that has a `drive_name`, it gets its own lock, else paths share the lock of their drive, which excludes
@@ -85,6 +85,7 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def _open(path: str, owner: str, kind: str, config: DirectEngineConfig) -> Tier:
+    """Return the tier of one path, a device or a folder, which is created if missing. Raises StorageError."""
     if Path(path).is_block_device():
         return DirectTier.on_devices([path], inspect(path).owner or "", config)
     try:

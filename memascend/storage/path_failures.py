@@ -26,7 +26,7 @@ class PathFailures:
     def __init__(
         self, paths: Sequence[StoragePath], groups: GroupPlacement, busy: Busy, lock: threading.RLock, hang_s: float
     ) -> None:
-        """`hang_s` is the time without any completion, with transfers in flight, after which a path is taken out."""
+        """Watch `paths`. `hang_s`: seconds with transfers in flight and no completion, after which one is taken out."""
         self.hang_s = hang_s
         self._paths, self._groups, self._busy, self._lock = paths, groups, busy, lock
         self._watched = threading.Condition(lock)

@@ -40,6 +40,7 @@ def path_lock_of(name: str) -> PathLock:
 
 
 def _lock_of(name: str) -> FairLock | None:
+    """Return the fair lock called `name`, or None, with a warning, if its file cannot be opened."""
     try:
         return FairLock(name)
     except OSError as error:
@@ -135,6 +136,7 @@ class PathLock:
             self._thread.start()
 
     def _wait(self, lock: FairLock) -> None:
+        """The thread's target: acquire the fair lock, then begin the transfers that wait for it."""
         try:
             lock.acquire()
         except (OSError, RuntimeError) as error:

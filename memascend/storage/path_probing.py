@@ -32,6 +32,8 @@ _MOST_PASSES = 64  # maximum between two measurements of a path
 
 @dataclass
 class _Idle:
+    """The passes for which a path was idle, and the state of its measurement."""
+
     passes: int = 0
     wait: int = 2  # in the first pass its former groups are still read from it
     in_use: int = 0  # passes since it was last idle
@@ -43,7 +45,7 @@ class PathProber:
     """Measures a tier's idle paths. `pass_over` runs under the tier's lock; `measured` runs in another thread."""
 
     def __init__(self, measured: Callable[[StoragePath, Rates], None], hang_s: float) -> None:
-        """`hang_s` is the time in seconds after which an unfinished transfer is given up."""
+        """Create a prober. `hang_s`: the time in seconds after which an unfinished transfer is given up."""
         self._measured, self._hang_s = measured, hang_s
         self._idle: dict[StoragePath, _Idle] = {}
         self._stopped = threading.Event()
@@ -90,6 +92,7 @@ class PathProber:
                 state.measuring.join(0.01)
 
     def _measure(self, path: StoragePath, room_bytes: int, state: _Idle) -> None:
+        """The thread's target: measure a path, report its rates, and wait for transfers that were given up."""
         probed = _Probed(path, self._hang_s, self._stopped)
         try:
             if path.tier.free_bytes < room_bytes:
@@ -103,6 +106,7 @@ class PathProber:
             time.sleep(0.1)
 
     def _measured_alone(self, path: StoragePath, probed: _Probed, state: _Idle) -> Rates | None:
+        """Return the rates measured in this process's turn on the path, or None if there are none."""
         turn = threading.Event()
         path.lock.enter(turn.set)
         state.blocked = True
@@ -142,6 +146,7 @@ class _Probed:
         return self._path.tier.erase(key)
 
     def _begun(self, transfer: Callable[[str, torch.Tensor], Completion], key: str, tensor: torch.Tensor) -> _Begun:
+        """Begin a transfer, and keep its end in `under_way`. Raises RuntimeError once measurements are stopped."""
         if self._stopped.is_set():
             raise RuntimeError("the tier is closed")
         begun = _Begun(transfer(key, tensor), self._path, self._hang_s, self._stopped)
@@ -150,6 +155,8 @@ class _Probed:
 
 
 class _Begun:
+    """A transfer whose `wait` raises StorageError after `hang_s` seconds, or when measurements are stopped."""
+
     def __init__(self, transfer: Completion, path: StoragePath, hang_s: float, stopped: threading.Event) -> None:
         self._path, self._hang_s, self._stopped = path, hang_s, stopped
         self._error: BaseException | None = None

@@ -39,10 +39,11 @@ class Probed(Protocol):
 
 
 def measure(tier: Probed, probe_bytes: int = PROBE_BYTES) -> Rates | None:
-    """Measure a path by writing and reading `probe_bytes` in concurrent pieces; None if it has too little free space.
+    """Return the rates at which `probe_bytes` are written and read in pieces; None if the path lacks free space.
 
-    Needs `probe_bytes` of memory and of space meanwhile. If the first piece shows less than 16 MB/s twice, only that
-    piece is measured. Raises StorageError if the path cannot be used, or returns other data than was written.
+    The pieces are in flight together. Needs `probe_bytes` of memory and of space meanwhile. If the first piece shows
+    less than 16 MB/s twice, only that piece is measured. Raises StorageError if the path cannot be used, or returns
+    other data than was written.
     """
     pieces = max(1, probe_bytes // _PIECE_BYTES)
     chance = torch.Generator().manual_seed(0)  # its own generator, so that training's random numbers do not change
@@ -79,6 +80,7 @@ def _seconds_to_read(tier: Probed, keys: list[str], pieces: torch.Tensor) -> flo
 
 
 def _seconds(transfer: Callable[[str, torch.Tensor], Waited], keys: list[str], pieces: torch.Tensor) -> float:
+    """Return the seconds that the transfers of all pieces take, all in flight together."""
     begin = time.perf_counter()
     for completion in [transfer(key, piece) for key, piece in zip(keys, pieces, strict=True)]:
         completion.wait()

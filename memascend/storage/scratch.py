@@ -41,6 +41,7 @@ def room_for(sizes: Iterable[int]) -> int:
 
 
 def _unit_bytes(size_bytes: int) -> int:
+    """Return the allocation unit of a file of this size: larger for large files, to limit the bitmap."""
     unit = UNIT_BYTES
     while size_bytes > unit * _UNITS_AT_MOST:
         unit *= 2
@@ -48,6 +49,7 @@ def _unit_bytes(size_bytes: int) -> int:
 
 
 def _new_path(folder: str | os.PathLike[str]) -> str:
+    """Return a new path in the folder, with this process's id and its marks of boot and host in the name."""
     name = f"{SCRATCH_PREFIX}{os.getpid()}-{'-'.join(marks())}-{secrets.token_hex(4)}"
     return os.path.join(os.path.realpath(folder), name)
 
@@ -127,6 +129,7 @@ class ScratchFolder:
 
     @property
     def owner_file(self) -> str:
+        """Path of the locked file that names the folder's owner."""
         return os.path.join(self.path, _OWNER)
 
     def remove(self) -> None:

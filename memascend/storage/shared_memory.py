@@ -119,6 +119,7 @@ def _mapped_files() -> set[tuple[int, int]]:
 
 
 def _mappings(maps: Path) -> Iterator[tuple[int, int]]:
+    """Yield (device, inode) of each mapped file of a process; nothing if its `maps` cannot be read."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:  # the process has ended, or is another user's

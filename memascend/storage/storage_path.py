@@ -40,6 +40,7 @@ class StoragePath:
 
     @property
     def usable(self) -> bool:
+        """Whether the path was not taken out of use."""
         return self.failure is None
 
 
@@ -76,17 +77,20 @@ class Busy:
         self._seconds, self._under_way, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
 
     def begin(self, write: bool) -> None:
+        """Note that a transfer begins, in the direction `write` or not."""
         if self._under_way[write] == 0:
             self._since[write] = time.monotonic()
         self._under_way[write] += 1
 
     def end(self, write: bool, nbytes: int) -> None:
+        """Note that a transfer of this direction has ended, after moving `nbytes`."""
         self._under_way[write] -= 1
         if self._under_way[write] == 0:
             self._seconds[write] += time.monotonic() - self._since[write]
         self.bytes[write] += nbytes
 
     def transferred(self) -> Transferred:
+        """Return the totals so far, with the time of transfers that are still in flight."""
         now = time.monotonic()
         seconds = [
             s + (now - since if n else 0.0)
@@ -133,6 +137,7 @@ def observe(path: StoragePath) -> None:
 
 
 def _mean(old: float, observed: float | None) -> float:
+    """Return the weighted mean of the old and the observed rate; the old one if nothing was observed."""
     return old if not observed else _OLD_SHARE * old + (1 - _OLD_SHARE) * observed
 
 

@@ -72,6 +72,7 @@ class TensorFileWriter:
         self._put(tensor_header(self._layouts, metadata, aligned=aligned))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the tensor called `name`, the next in order, and the padding after it, if any."""
         layout = self._layouts[self._next] if self._next < len(self._layouts) else None
         if layout is None or (layout.name, layout.dtype, layout.shape) != (name, tensor.dtype, tuple(tensor.shape)):
             got = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
@@ -109,10 +110,12 @@ class TensorFileWriter:
         return True
 
     def _padding_next(self) -> TensorLayout | None:
+        """Return the layout of the next tensor if it is a padding, else None."""
         layout = self._layouts[self._next] if self._next < len(self._layouts) else None
         return layout if layout is not None and layout.name.endswith(_PADDING) else None
 
     def _put(self, data: Any) -> None:
+        """Append data to the file, and update checksum and size."""
         self._file.write(data)
         self.checksum = None if self.checksum is None else zlib.crc32(data, self.checksum)
         self.size += len(data)
@@ -173,7 +176,7 @@ def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
 
 
 def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Return by name: dtype, shape, and the begin and end offset in the file. ValueError for an unsupported dtype."""
+    """Return dtype, shape, begin and end offset in the file, by name. Raises ValueError for an unsupported dtype."""
     with path.open("rb") as file:
         header, start = _header_of(path, file)
     spans = {}
@@ -188,7 +191,7 @@ def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], in
 
 
 class TensorFileReader:
-    """Reads single tensors of a file into the caller's memory; ValueError if the file is truncated or invalid."""
+    """Reads single tensors of a file, on request. Raises ValueError if the file is truncated or invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
@@ -209,6 +212,7 @@ class TensorFileReader:
         return tensor
 
     def _entry(self, name: str) -> dict[str, Any]:
+        """Return the header's entry of a tensor. Raises ValueError if there is none."""
         if name not in self._header:
             raise ValueError(f"{self._path} holds no tensor {name}")
         return self._header[name]

@@ -61,6 +61,7 @@ class TensorFolder:
             raise ValueError(f"{folder / named[lost]} lacks the tensor {lost}, which {_INDEX} says it holds: {_AGAIN}")
 
     def _open(self, path: Path) -> None:
+        """Map a file, and add its tensors. Raises ValueError if it is truncated."""
         spans, size = tensor_spans(path), path.stat().st_size
         if any(end > size for _, _, _, end in spans.values()):
             whole = max(end for _, _, _, end in spans.values())
@@ -77,6 +78,7 @@ _AGAIN = "copy or download the folder again"
 
 
 def has_tensor_files(folder: Path) -> bool:
+    """Return whether there is any safetensors file directly in the folder."""
     return next(folder.glob("*.safetensors"), None) is not None
 
 

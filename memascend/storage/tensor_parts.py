@@ -19,7 +19,7 @@ import torch
 from memascend.storage.byte_views import byte_view
 from memascend.storage.tensor_file import TensorLayout, open_anew, padding_after, tensor_header
 
-_POLYNOMIAL = 0xEDB88320  # of crc32, with the lowest power in the highest bit
+_POLYNOMIAL = 0xEDB88320  # that of crc32, with the lowest power in the highest bit
 _ONE, _BYTE = 1 << 31, 1 << 23  # x^0, x^8
 
 
@@ -74,6 +74,7 @@ class TensorPartsWriter:
         self._write_at(place + begin, data)
 
     def _write_at(self, place: int, data: memoryview) -> None:
+        """Write data from byte `place` of the file on, and keep its checksum. Raises ValueError for a second time."""
         if not len(data):
             return
         if place in self._parts:

@@ -55,12 +55,12 @@ class Transferred:
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """Bytes per second; None if nothing was read."""
+        """Bytes read per second in which a read was in flight; None if nothing was read."""
         return self.bytes_read / self.reading_s if self.bytes_read and self.reading_s else None
 
     @property
     def write_bytes_per_s(self) -> float | None:
-        """Bytes per second; None if nothing was written."""
+        """Bytes written per second in which a write was in flight; None if nothing was written."""
         return self.bytes_written / self.writing_s if self.bytes_written and self.writing_s else None
 
 
@@ -79,7 +79,7 @@ class Tier(Protocol):
         """Fill the contiguous CPU `tensor` from byte `offset` of `key` on."""
 
     def erase(self, key: str) -> bool:
-        """Remove a tensor and free its space, after its submitted transfers. False if there is none."""
+        """Remove a tensor and free its space, after its submitted transfers; return False if there is none."""
 
     def size_of(self, key: str) -> int | None:
         """Return the bytes of the last tensor submitted under `key`, or None if there is none."""
@@ -96,7 +96,7 @@ class Tier(Protocol):
     def register(self, tensor: torch.Tensor) -> bool:
         """Pin a long-lived buffer for transfers from and to it and its views; kept alive until `unregister` or `close`.
 
-        Best effort: False if it is not possible here (another engine, locked memory limit); transfers still work.
+        Returns False where that is not possible (another engine, locked memory limit); transfers still work.
         """
 
     def unregister(self, tensor: torch.Tensor) -> None:
@@ -113,8 +113,8 @@ class Tier(Protocol):
     def share(self, key: str, handle: int, at: int) -> bool:
         """Share the tensor's blocks by reflink, as `stage` does, with the file open as descriptor `handle`.
 
-        They go to byte `at` (a multiple of 4096), where that file ends. False if this tier or the file system cannot;
-        the content of the file from `at` on is then undefined.
+        They go to byte `at` (a multiple of 4096), where that file ends. Returns False if this tier or the file system
+        cannot share them; the content of the file from `at` on is then undefined.
         """
 
     @property

@@ -24,6 +24,7 @@ _open_tiers: list[weakref.ref[TierBase]] = []  # in the order in which they were
 
 @atexit.register
 def _close_all() -> None:
+    """Close the open tiers at interpreter exit, in reverse order; a StorageError is not raised here."""
     leaving.begin_if_asked()
     for reference in list(reversed(_open_tiers)):  # a tier built on others is closed before them
         tier = reference()
@@ -43,7 +44,7 @@ class TierBase:
     """
 
     def __init__(self, place: str) -> None:
-        """`place` names the tier in messages."""
+        """Create an open tier without tensors. `place` names it in messages."""
         self._place = place
         self._lock = threading.RLock()  # guards the attributes below
         self._sizes: dict[str, int] = {}  # as last submitted
@@ -123,6 +124,7 @@ class TierBase:
 
     @property
     def place(self) -> str:
+        """The tier's name in messages."""
         return self._place
 
     def under_way(self) -> int:
@@ -160,6 +162,7 @@ class TierBase:
             self._failed = [each for each in self._failed if not each._observed] + [transfer]
 
     def _require_open(self) -> None:
+        """Raise RuntimeError for a closed or inherited tier, and its error for one that was given up."""
         if self._closed:
             raise RuntimeError(f"the tier in {self._place} is closed")
         if self._left is not None:
@@ -180,6 +183,7 @@ class TierBase:
             )
 
     def _require_readable(self, key: str, nbytes: int, offset: int) -> None:
+        """Raise ValueError unless the tensor is stored and has `nbytes` from `offset` on."""
         there = self._sizes.get(key)
         if there is None:
             raise ValueError(f"read of '{key}': no such tensor in {self._place}: write it first")
@@ -191,6 +195,7 @@ class TierBase:
 
 
 def require_memory(key: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         kind = "not contiguous" if tensor.device.type == "cpu" else f"on {tensor.device}"
         raise ValueError(f"'{key}': give a contiguous CPU tensor (got one that is {kind})")

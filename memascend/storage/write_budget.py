@@ -97,6 +97,7 @@ def written(path: str) -> Counted:
 
 
 def _unreadable(file: Path, why: str) -> ValueError:
+    """Return the error for a file whose count cannot be read."""
     return ValueError(
         f"what was written to the drive is counted in {file}, which cannot be read ({why}): put the file back from a "
         "copy, or remove it to begin at 0"
@@ -125,6 +126,7 @@ def count_written(path: str, nbytes: int, today: str | None = None) -> None:
 
 
 def _valid(counted: object) -> Counted:
+    """Return a count that was read, or raise ValueError if it is none."""
     if not isinstance(counted, dict):
         raise ValueError("no count")
     total, days = counted.get("total", 0), counted.get("days", {})
@@ -134,6 +136,7 @@ def _valid(counted: object) -> Counted:
 
 
 def _today() -> str:
+    """Return the current UTC date in ISO format."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
@@ -141,7 +144,7 @@ class WriteMeter:
     """Counts what this process writes to each path, and compares it with a budget."""
 
     def __init__(self, budget: WriteBudget, paths: Iterable[str] = ()) -> None:
-        """Raises ValueError if a count in one of `paths` cannot be read."""
+        """Create a meter for a budget. Raises ValueError if a count in one of `paths` cannot be read."""
         for path in paths:
             if os.path.isdir(path):  # a device has no count file
                 written(path)
