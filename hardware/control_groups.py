@@ -125,6 +125,7 @@ def limit_cpu(controller: Controller, group: Path, share: float) -> None:
 
 
 def _v2_root() -> Path | None:
+    """Return the mount point of version 2, or None if it is not mounted."""
     for line in MOUNTS.read_text().splitlines():
         _, folder, kind, *_ = line.split()
         if kind == "cgroup2":
@@ -150,6 +151,7 @@ def enable(controller: Controller) -> None:
 
 
 def _dissolve(group: Path, home: Path) -> None:
+    """Move the group's processes to `home` and remove it; repeated, since they may start children meanwhile."""
     while members := (group / "cgroup.procs").read_text().split():
         for member in members:
             with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime

@@ -141,6 +141,7 @@ def read_os(root: Path) -> str:
 
 
 def _fields(block: str) -> list[tuple[str, str]]:
+    """Return the (key, value) pairs of a block of /proc/cpuinfo."""
     return [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in block.splitlines())]
 
 

@@ -85,6 +85,7 @@ def limited_cpu() -> Iterator[Callable[[float], None]]:
 
 @contextlib.contextmanager
 def _mounted(folder: Path, group: Path, controller: Controller, size_bytes: int) -> Iterator[ThrottledPath]:
+    """Create a file system on a loop device, yield it mounted on `folder`, and remove everything at the end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     image = folder.with_suffix(".image")
     with image.open("wb") as file:
@@ -108,6 +109,7 @@ def _mounted(folder: Path, group: Path, controller: Controller, size_bytes: int)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command. Raises CannotThrottleError, with its errors, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotThrottleError(f"no throttled paths: {' '.join(command)}: {done.stderr.strip()}")

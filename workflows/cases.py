@@ -47,9 +47,11 @@ class Planned:
         return self.testbed
 
     def owned(self, owner: str) -> int:
+        """Return the bytes that an owner requested in host memory."""
         return self.made.requested_bytes(owner)
 
     def components(self) -> dict[str, int]:
+        """Return the bytes by component of Fig. 8."""
         return self.made.components()
 
 

@@ -43,6 +43,7 @@ STARTS_GIB, STARTS_MIN = 1.0, 10
 
 @cache
 def machine_gib() -> float:
+    """Return this machine's memory in GiB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
@@ -80,6 +81,7 @@ class Configuration:
 
     @property
     def runs(self) -> dict[str, dict[str, Any]]:
+        """Runs of the profile in use, by id."""
         return self.experiments.runs
 
     def run(self, run_id: str) -> dict[str, Any]:
@@ -202,6 +204,7 @@ class Configuration:
         return self._digest(f"workflows.run.{run['module']}", tuple(run["systems"]), models)
 
     def code(self, program: str, systems: tuple = (), models: tuple | None = (), more: Any = "") -> str:
+        """Return a digest of the code that a program with these systems and models uses, and of `more`."""
         return f"{self._digest(program, systems, models)} {json.dumps(more, sort_keys=True) if more else ''}".strip()
 
     @cache  # noqa: B019  (one object per call of Snakemake)
@@ -255,6 +258,7 @@ class Configuration:
         return json.dumps({run_id: run["exhibits"] or [] for run_id, run in self.runs.items()})
 
     def is_measured(self, exhibit: str) -> bool:
+        """Return whether an exhibit has a measured lane."""
         return "measured" in self.entries[exhibit]["lanes"]
 
     def all_records(self, exhibits: list[str]) -> list[str]:
@@ -262,9 +266,11 @@ class Configuration:
         return sorted({record for exhibit in exhibits for record in self.records_of(exhibit)})
 
     def modelled_of(self, exhibit: str) -> list[str]:
+        """Return the path of the modelled lane that an exhibit is drawn from, as a list."""
         return [f"{self.derived}/modelled/{self.entries[exhibit]['paper']}.csv"]
 
     def published_of(self, exhibit: str) -> list[str]:
+        """Return the files with what the exhibit's paper states."""
         paper = self.entries[exhibit]["paper"]
         return [str(p) for p in sorted(Path(self.published).glob("*.csv")) if p.stem.replace("_", "") == paper]
 
@@ -319,6 +325,7 @@ class Configuration:
         return registry.PAPERS[self.entries[exhibit]["paper"]]
 
     def caption(self, exhibit: str) -> str:
+        """Return the prose under an exhibit."""
         return registry.caption(exhibit, Path.cwd())
 
     def report_labels(self, exhibit: str) -> dict[str, str]:
@@ -404,6 +411,7 @@ class Configuration:
         return {path: record.get("exhibits") for path, record in read.items() if "key" in record}
 
     def target_of(self, paper: str) -> str:
+        """Return the name of a paper's target on the command line."""
         return PAPER_TARGETS.get(paper, paper)
 
     @cached_property

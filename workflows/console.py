@@ -78,6 +78,7 @@ class Console(logging.Filter):
             return False
 
     def _is_shown(self, record: logging.LogRecord) -> bool:
+        """Count and announce what a record says about jobs; return whether Snakemake's own line is shown."""
         event = getattr(getattr(record, "event", None), "name", None)
         if event == "RUN_INFO":
             self._plan(record.stats)
@@ -96,12 +97,14 @@ class Console(logging.Filter):
         return event not in HIDDEN
 
     def _plan(self, stats: dict[str, int]) -> None:
+        """Note the numbers of jobs and the expected seconds of the runs."""
         self.total = stats.get("total", sum(stats.values()))
         asked = sum(stats.get(rule, 0) for rule in RECORDS)
         self.left = {run: self.known.seconds(run) for run in self.known.runs} if asked else {}
         self.not_asked = len(self.left) - asked if asked else 0
 
     def _start(self, job: logging.LogRecord) -> None:
+        """Print the line of a job that starts; targets have none."""
         name = job.wildcards.get("run_id") or job.wildcards.get("exhibit") or job.wildcards.get("paper")
         self.running[job.jobid] = name or job.rule_name, time.monotonic()
         if name is None and job.rule_name not in ("claims_table", "report_pages"):
@@ -160,6 +163,7 @@ class Console(logging.Filter):
 
 
 def length(seconds: float) -> str:
+    """Return a duration as text: seconds, or minutes from a minute and a half on."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 

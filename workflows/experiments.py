@@ -87,6 +87,7 @@ class Experiments:
         return runs
 
     def _one_training(self, group: dict[str, Any], model: str, k: int, arm: str, dtype: str, seed: int) -> tuple:
+        """Return the id and the resolved run of one training of a group."""
         gpus, named = group.get("gpus", group["ranks"]), self.named("arms", arm)
         points = group.get("points", [])
         points = [twin_point(c, b * gpus, k, group["ranks"], self.path) for c, b in points]
@@ -112,6 +113,7 @@ class Experiments:
         return "-".join(words), resolved("training", " ".join(line), sorted(group["exhibits"]), alone=timed, **more)
 
     def _turns(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Return the resolved run in which several arms take turns, over limited paths if it names some."""
         arms, named = [], []
         for word in run["arms"]:
             arm, _, dtype = word.partition(":")
@@ -136,12 +138,14 @@ class Experiments:
 
 
 def resolved(module: str, words: str, exhibits: list[str] | None, *, alone: bool = True, **more: Any) -> dict[str, Any]:
+    """Return a resolved run: the program, its command line, its exhibits, and defaults for all other keys."""
     own = {"module": module, "words": words, "exhibits": exhibits, "alone": alone}
     usual = {"systems": [], "models": [], "environments": [], "time_limit_s": None, "gib": 1.0}
     return own | usual | {"needs_gib": 1.0, "allowed_s": 600, "gpus": 0, "forked": False} | more
 
 
 def gpus_of(device: str, ranks: int) -> int:
+    """Return the number of GPUs that the ranks of a run need on this device."""
     return ranks if device.startswith("cuda") else 0
 
 

@@ -54,6 +54,7 @@ NOT_REHEARSED = "not swapping_everything and not schedulers_and_groups and not g
 
 
 def stages_of(args: argparse.Namespace) -> list[Stage]:
+    """Return the stages of one call, in order."""
     program = (sys.executable, "-m", "workflows.gpu")
     rehearse = ("--rehearse",) if args.rehearse else ()
     some = ("--exhibits", *args.exhibits) if args.exhibits else ()
@@ -140,6 +141,7 @@ def settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def snakemake_words(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the command that runs Snakemake with this machine's settings; targets follow it."""
     config = [f"{name}={value}" for name, value in settings(args).items()]
     return (sys.executable, "-m", "snakemake", "--keep-going", "--cores", args.cores, "--config", *config, "--")
 
@@ -165,6 +167,7 @@ def _on_the_cpu() -> dict[str, str]:
 
 
 def _k(model: str) -> int:
+    """Return the largest divisor with which a head of the model is at least two elements wide."""
     from memascend.planner.spec import model_spec
 
     config = model_spec(model).config
@@ -173,6 +176,7 @@ def _k(model: str) -> int:
 
 
 def _small(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group of trainings as small as possible, on the CPU."""
     found = group | _on_the_cpu() | {"models": {model: _k(model) for model in group["models"]}}
     if "points" in group:
         found["points"] = group["points"][:2]
@@ -184,6 +188,7 @@ def _small(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _small_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a benchmark's options with two rounds and small sizes."""
     found = options | {"repeats": 2}
     if "numels" in options:
         found["numels"] = [1_000_000, 4_000_000, 16_000_000]
@@ -239,6 +244,7 @@ def load_ops() -> int:
 
 
 def configured(with_settings: dict[str, str]) -> Configuration:
+    """Return the harness's configuration with some settings changed."""
     from workflows.configuration import Configuration
 
     return Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()) | with_settings, [])

@@ -38,9 +38,11 @@ class Paper:
 
     @property
     def constants(self) -> dict[str, Calibration]:
+        """Constants of the paper, by name."""
         return constants(self.name)
 
     def value(self, constant: str) -> float:
+        """Return the value of a constant."""
         return self.constants[constant].value
 
     def costs(self, **changes: Any) -> Calibrations:
@@ -51,6 +53,7 @@ class Paper:
         return Calibrations(**({"host_seconds_per_parameter": 0.0} | mine | changes))
 
     def spec(self, model: str) -> ModelSpec:
+        """Return a model of the paper, by the name in its models.yaml or a committed name."""
         return spec(self.name, model)
 
     def step(
@@ -81,6 +84,7 @@ class Paper:
 
 
 def assumption(exhibit: str, testbed: str, each: Calibration) -> Row:
+    """Return the row that states a constant behind an exhibit, with its reason and reach."""
     cells = {"testbed": testbed, "x": ("constant", each.name)}
     source = f"{each.reason}. Reach: {each.reach}"
     return row(exhibit, "calibration", each.value, each.unit, "modelled", source, **cells)
@@ -101,12 +105,14 @@ def constants(paper: str) -> dict[str, Calibration]:
 
 @cache
 def spec(paper: str, model: str) -> ModelSpec:
+    """Return a model by the name in the paper's models.yaml, else a committed one."""
     known = registry.read(registry.file_of(paper, "models.yaml")) or {}
     return spec_from_config(known[model], name=model, display=model) if model in known else model_spec(model)
 
 
 @cache
 def machine(testbed: str) -> MachineSpec:
+    """Return the machine of a testbed by its name."""
     return machine_from_testbed(load_testbed(testbed))
 
 

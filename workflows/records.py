@@ -91,6 +91,7 @@ class Run:
 
     @property
     def check_bytes(self) -> int:
+        """Bytes that the overflow check needs in addition to the gradient buffer."""
         return self.memory("overflow_spike_bytes")
 
     def memory(self, field: str) -> int:

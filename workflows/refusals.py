@@ -33,6 +33,7 @@ def ready(folder: Path, option: str) -> None:
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's message without the path, which the caller names."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

@@ -41,6 +41,7 @@ def read(path: Path) -> Any:
 
 
 def file_of(paper: str, name: str, root: Path = ROOT) -> Path:
+    """Return the path of a file in a paper's folder."""
     return root / "workflows/papers" / paper / name
 
 

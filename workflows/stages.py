@@ -46,6 +46,7 @@ class Stage:
     optional: bool = False
 
     def key(self, commit: str) -> str:
+        """Return a digest of the command, its environment and the commit; if it changes, the stage is repeated."""
         return digest_of([list(self.command), self.environment, commit])[:16]
 
 
@@ -81,6 +82,7 @@ def run_stages(
 def _run_stages(
     stages: Sequence[Stage], folder: Path, commit: str, again: bool, say: Callable[[str], None], interrupt: _CtrlC
 ) -> list[Outcome]:
+    """Run the stages as `run_stages` does; raise KeyboardInterrupt after the stage in which Ctrl-C arrived."""
     folder.mkdir(parents=True, exist_ok=True)
     before = {} if again else {outcome.name: outcome for outcome in read(folder)}
     done: dict[str, Outcome] = {}
@@ -137,6 +139,7 @@ class _CtrlC:
             raise KeyboardInterrupt
 
     def _came(self, number: int, frame: FrameType | None) -> None:
+        """Count the signal and pass it on to the stage that runs."""
         self.times += 1
         if self.process is not None:
             self._tell(self.process)
@@ -156,6 +159,7 @@ class _CtrlC:
 
 
 def check(stages: Sequence[Stage]) -> None:
+    """Raise ValueError if a name occurs twice or a stage needs one that does not come before it."""
     seen: set[str] = set()
     for stage in stages:
         if stage.name in seen:
@@ -166,6 +170,7 @@ def check(stages: Sequence[Stage]) -> None:
 
 
 def _run(stage: Stage, log: Path, key: str, interrupt: _CtrlC) -> Outcome:
+    """Run a stage with its output in `log`; return its outcome, also for a program that cannot be started."""
     began, stopped = time.monotonic(), False
     with log.open("w") as output:
         output.write(f"$ {' '.join(stage.command)}\n")
@@ -205,6 +210,7 @@ def finding(log: Path, pattern: str) -> str:
 
 
 def line(outcome: Outcome) -> str:
+    """Return an outcome as one line."""
     seconds = f", {outcome.seconds:.0f} s" if outcome.log else ""
     status = f"{outcome.status} (exit status {outcome.exit_status})" if outcome.exit_status else outcome.status
     return f"{outcome.name}: {status}{seconds}: {outcome.found}"
@@ -228,12 +234,14 @@ def read(folder: Path) -> list[Outcome]:
 
 
 def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write stages.json and stages.md, each atomically."""
     made = {"schema_version": 1, "stages": [asdict(each) for each in outcomes]}
     atomically(folder / STATE, lambda path: path.write_text(json.dumps(made, indent=1) + "\n"))
     atomically(folder / TABLE, lambda path: path.write_text(table(outcomes)))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
+    """Return the outcomes as a Markdown table."""
     lines = ["| stage | outcome | seconds | what it found | log |", "|---|---|---|---|---|"]
     for each in outcomes:
         found = each.found.replace("|", r"\|")

@@ -144,6 +144,7 @@ class Tree:
         return self._read[key]
 
     def _names(self, nodes: Iterable[ast.AST], module: str, path: Path | None) -> Iterator[str]:
+        """Yield the modules of ours that these nodes of a module import or name in a string."""
         package = module if path and path.name == "__init__.py" else module.rpartition(".")[0]
         for node in nodes:
             if isinstance(node, ast.Import):
@@ -159,9 +160,11 @@ class Tree:
                 yield from self._known(node.value.partition(":")[0])
 
     def _known(self, module: str) -> list[str]:
+        """Return the module as a list, or an empty list if it is not ours."""
         return [module] if module == EXTENSION or self._file(module) else []
 
     def _file(self, module: str) -> Path | None:
+        """Return the source of a module of ours; None for any other name."""
         if f"{module}.".startswith(f"{BASELINES}."):
             places, rest = self._systems, module[len(BASELINES) + 1 :]
         else:
@@ -180,6 +183,7 @@ class Tree:
         return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".md")
 
     def _glob(self, pattern: str) -> list[Path]:
+        """Return the files below the root that match, sorted."""
         return sorted(path for path in self.root.glob(pattern) if path.is_file())
 
 

@@ -19,6 +19,7 @@ _MOMENTS = 2
 
 
 def chunks(build: RankFootprint) -> None:
+    """Build the chunks, the moments of the tensors in flight and the activation checkpoints of one rank."""
     partitions = build.work.partitions()
     build.pinned.allocate(sum(partitions), build.dtype, name="weights and gradients", owner="parameter_flat_buffer")
     build.pinned.allocate(sum(partitions), build.states, name="masters", owner=MASTERS)

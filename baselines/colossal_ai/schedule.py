@@ -24,6 +24,7 @@ _MOMENTS = 2
 
 
 def schedule(step: Step) -> None:
+    """Add the forward pass, the backward pass and after them the optimizer."""
     optimizer(step, backward(step, after=forward(step)))
 
 

@@ -94,6 +94,7 @@ def by_algorithm_1(items: Mapping[str, int], rooms: Sequence[int]) -> dict[str, 
 
 
 def _default(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, int]]:
+    """Return the bytes by item and node that our latency-first placement gives within all capacities."""
     parts = {name: size // len(CLASSES_OF[name]) for name, size in items.items()}
     made = latency_first([Item(each, parts[name]) for name in items for each in CLASSES_OF[name]], rooms)
     placed: dict[str, dict[int, int]] = {}

@@ -28,6 +28,7 @@ Shares = dict[str, dict[str, float]]  # class -> resource -> share of its bytes
 
 
 def schedule(step: Step) -> None:
+    """Add the passes, the chain of the overflow check and AdamW, each with its load on the nodes."""
     step.places = shares_of(step)
     done = backward(step, after=forward(step))
     done = overflow_check(step, after=done, chain=True)
@@ -103,4 +104,5 @@ def class_bytes(step: Step) -> dict[str, int]:
 
 
 def _value(number: Any) -> float:
+    """Return a number of a testbed, which is given as such or as a section with `value`."""
     return float(number["value"] if isinstance(number, dict) else number)

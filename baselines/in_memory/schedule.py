@@ -15,4 +15,5 @@ if TYPE_CHECKING:
 
 
 def schedule(step: Step) -> None:
+    """Add the forward and backward passes."""
     backward(step, after=forward(step))

@@ -22,6 +22,7 @@ class InMemory(PlannedSystem):
     """Training in one process, with everything that a GPU would hold on the device."""
 
     def refuse(self, config: TrainConfig) -> None:
+        """Raise ValueError for several ranks, for places to swap to, and for bf16 states without a suitable AdamW."""
         if config.ranks > 1:
             raise ValueError(
                 f"system 'in_memory' is one process, not {config.ranks}: leave --ranks out, or use another"
@@ -36,6 +37,7 @@ class InMemory(PlannedSystem):
             )
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
+        """Return the in-memory backend's set-up; `swap` is the folder of activations with checkpointing `ssd`."""
         folder = {"activations_folder": swap} if config.checkpointing == "ssd" else {}
         update = UPDATES[config.arm or next(iter(UPDATES))]
         return Setup(

@@ -62,42 +62,52 @@ class Net:
 
     @property
     def parameters(self) -> float:
+        """P = 12 L h^2 + V h."""
         return 12.0 * self.layers * self.hidden**2 + self.vocab * self.hidden
 
     @property
     def weights(self) -> float:
+        """Bytes of the 16-bit weights: 2P."""
         return 2.0 * self.parameters
 
     @property
     def gradients(self) -> float:
+        """Bytes of the 16-bit gradients: 2P."""
         return 2.0 * self.parameters
 
     @property
     def update_read(self) -> float:
+        """Bytes that the optimizer reads in a step: 14P (2P weights, 12P states)."""
         return 14.0 * self.parameters
 
     @property
     def update_written(self) -> float:
+        """Bytes that the optimizer writes in a step: 14P."""
         return 14.0 * self.parameters
 
     @property
     def tokens(self) -> int:
+        """Tokens of one GPU's batch: b s."""
         return self.batch * self.context
 
     @property
     def all_activations(self) -> float:
+        """A_all in bytes: 34 s b h L."""
         return 34.0 * self.tokens * self.hidden * self.layers
 
     @property
     def between_blocks(self) -> float:
+        """A_interBlock in bytes: 2 s b h L, the inputs of all blocks."""
         return 2.0 * self.tokens * self.hidden * self.layers
 
     @property
     def block_flops(self) -> float:
+        """FLOP of all blocks' forward pass, with the scores of attention."""
         return self.layers * self.tokens * (24.0 * self.hidden**2 + 4.0 * self.context * self.hidden)
 
     @property
     def forward_flops(self) -> float:
+        """FLOP of the whole forward pass, with the output matrix."""
         return self.block_flops + 2.0 * self.tokens * self.hidden * self.vocab
 
     def operators(self) -> list[Operator]:

@@ -63,14 +63,17 @@ class PlannedRun:
         return step_traffic(self.layout, options or self.options, **size)
 
     def folder_bytes(self) -> int:
+        """Return the size of the states' folder in bytes."""
         return folder_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
 
     @property
     def gradients_wait(self) -> bool:
+        """Whether all gradients of an unclipped step wait on the SSD until the last one has arrived."""
         return gradients_wait(self.layout, self.options, self.uses)
 
     @property
     def inputs_wait(self) -> bool:
+        """Whether the inputs of blocks wait on the SSD for backward."""
         return self.options.checkpoints == "tier" and bool(self.input_numel)
 
     @property
@@ -114,6 +117,7 @@ def layout_of(work: Workload) -> tuple[Layout, dict[str, MatrixUse]]:
 def _layout_of(
     tensors: tuple[TensorSpec, ...], tied: bool, dtype: str, states: str
 ) -> tuple[Layout, dict[str, MatrixUse]]:
+    """Return the layout and the uses of sliced matrices; cached, since a plan asks many times for one model."""
     modules: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
     kinds: dict[str, Kind] = {}
     matrices: dict[str, str] = {}
@@ -177,11 +181,13 @@ def clipping_in_words(work: Workload) -> list[str]:
 
 
 def _moved(*steps: Traffic) -> str:
+    """Describe the bytes that steps read and write, summed."""
     read, written = sum(step.total_read for step in steps), sum(step.total_written for step in steps)
     return f"{read / 1e9:,.1f} GB read and {written / 1e9:,.1f} GB written"
 
 
 def _why_they_wait(run: PlannedRun) -> str:
+    """Return the reason for which gradients are on the SSD, the decisive one first."""
     options = run.options
     clips = options.clip > 0 and not run.speculates
     whys = {

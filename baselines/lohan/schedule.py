@@ -48,6 +48,7 @@ _SLOTS = 3  # one being read, one being updated, one being written (Fig. 3b)
 
 
 def schedule(step: Step) -> None:
+    """Add the passes and the optimizer, as part of backward unless all gradients have to wait."""
     if step.work.device is not None:
         step.pieces = by_slices(step)
     if rule := swapping_rule(step.work):

@@ -54,6 +54,8 @@ class LoHan(PlannedSystem):
     computes_in_its_buffers = True  # on a CPU, weights are used in the buffers into which they were read
 
     def refuse(self, config: TrainConfig) -> None:
+        """Raise ValueError for several ranks, other places than one drive, and options that the engine does not
+        support."""
         if config.ranks > 1:
             raise ValueError(f"system 'lohan' is one process, not {config.ranks}: leave --ranks out, or use another")
         if config.devices:
@@ -112,6 +114,7 @@ class LoHan(PlannedSystem):
 
     @classmethod
     def _versions(cls, work: Workload, room_bytes: float | None) -> list[str]:
+        """Return lines about the number of versions of the states, the reason for it, and the alternatives."""
         stored = {way: cls.stored_in(way, work) for way in ("two", "one", "checkpoint")}
         two, one, alone = (f"{nbytes / GIB:.2f} GiB" for nbytes in stored.values())
         again = "this costs one more write and read of the gradients per step"

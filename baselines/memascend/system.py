@@ -33,6 +33,7 @@ _ARMS = {
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    """Return the DeepSpeed configuration. Raises ValueError for an arm with bf16 states and another dtype."""
     if _ARMS[run.arm].states == "bf16" and run.dtype != "bf16":
         raise ValueError(f"arm {run.arm!r} keeps its states in bf16 and trains in bf16: run it with --dtype bf16")
     return zero3_config(run, *nvme_offload(run, sizes, nvme_path))

@@ -46,6 +46,7 @@ class PathShare:
 
 
 def schedule(step: Step) -> None:
+    """Add the passes, the gradients' way to the paths if the arm writes them, and the update over the paths."""
     parts = step.work.arrangement
     waits = not parts.weights_on_gpu
     paths = paths_of(step)
@@ -81,10 +82,12 @@ def paths_of(step: Step) -> list[PathShare]:
 
 
 def _placement(step: Step) -> str | list[float]:
+    """Return the arm's placement: a name, or the ratio of the paths."""
     return step.work.arrangement.parts.get("tier_placement", "balanced")
 
 
 def _rate(value: object) -> float:
+    """Return a rate that is given as a number or as a section with `value`."""
     return float(value["value"] if isinstance(value, dict) else value)
 
 

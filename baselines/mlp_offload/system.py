@@ -21,6 +21,9 @@ _BUFFERS = cached_sub_group_buffers(False, cached_sub_groups_for(len(_PATHS)))
 
 
 def _arm(variant: str, *, turns: bool = True, keeps: bool = True, exclusive: bool = True, **others: Any) -> Arrangement:
+    """Return an arm, which lacks a part of MLP-Offload for each flag that is false. `turns`: alternate the order of the
+    update; `keeps`: leave gradients in host memory; `exclusive`: one process at a time on a path; `keys`: more keys of
+    the section."""
     parts: dict[str, Any] = {
         **_PARTS,
         "gradients": "host" if keeps else "nvme",

@@ -54,6 +54,8 @@ def folders() -> dict[str, Path]:
 
 @functools.cache
 def _folders(further: str) -> dict[str, Path]:
+    """Find the systems here and in `further`; those folders become part of this package, so that they can be
+    imported."""
     package = sys.modules[__name__.rpartition(".")[0]]
     places = [Path(__file__).parents[1], *map(Path, filter(None, further.split(":")))]
     for place in places[1:]:
@@ -70,6 +72,7 @@ def _folders(further: str) -> dict[str, Path]:
 
 
 def system_names() -> list[str]:
+    """Return the names of all systems, sorted. Raises ValueError as `folders` does."""
     return sorted(folders())
 
 

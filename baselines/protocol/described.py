@@ -53,6 +53,7 @@ class PlannedSystem(Described):
 
     @property
     def chooses_fates(self) -> bool:
+        """Deprecated name of `chooses_policies`."""
         warn_renamed("PlannedSystem.chooses_fates", "PlannedSystem.chooses_policies")
         return self.chooses_policies
 
@@ -100,6 +101,8 @@ PlannedSystem.__init__ = _with_former_names(PlannedSystem.__init__)  # type: ign
 
 
 def read_description(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's system.yaml. Raises ValueError, naming the file and the key, if it is
+    incomplete."""
     path = folder / "system.yaml"
     described = yaml.safe_load(path.read_text(encoding="utf-8"))
     missing = [key for key in ("name", "label", "colour", "paper", "runs", "arms") if key not in (described or {})]

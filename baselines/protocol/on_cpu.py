@@ -194,6 +194,7 @@ class _Thread:
         return order[::-1]
 
     def enter(self, module: Module) -> None:
+        """Run the hook of a module and the module itself, and add their tasks."""
         phase, step = module.phase, self.step
         weight = module.weight if module.weight in self.numels else ""
         for name in self.done_with:
@@ -242,6 +243,7 @@ class _Thread:
         return True
 
     def _flops(self, module: Module) -> float:
+        """Return the products of a module in FLOP, without the hooks' own work, which `_own_flops` counts."""
         step, pieces = self.step, self.step.pieces
         if module.part == OUTPUT:
             return step.products(module.phase, pieces[-1])
@@ -296,9 +298,12 @@ class _Buffers:
 
     @property
     def free(self) -> int:
+        """Buffers that hold no weight."""
         return max(0, self.count - len(self.held))
 
     def take(self, name: str, numel: int) -> bool:
+        """Take a buffer for a weight; return False if there is none. In the adaptive pool, a buffer of the same size
+        whose weight has been gathered is reused."""
         numel = -(-numel // self.ranks)
         if name in self.held:
             return False
@@ -315,10 +320,12 @@ class _Buffers:
         return True
 
     def gathered(self, name: str) -> None:
+        """Note that a weight has been gathered, so that its buffer may be reused."""
         if name in self.held:
             self.idle.add(name)
 
     def give(self, name: str) -> None:
+        """Return a weight's buffer, if it has one."""
         self.held.pop(name, None)
         self.idle.discard(name)
 
@@ -342,6 +349,7 @@ class _Gradients:
         self.last_write = ""
 
     def add(self, numel: int, after: str) -> None:
+        """Put the gradients of `numel` elements into the bucket, which is emptied first if they do not fit."""
         if not (self.each and numel):
             return
         if self.bucket and sum(self.bucket) + numel > self.bucket_size:
@@ -364,6 +372,8 @@ class _Gradients:
         return [self.last_write] if self.last_write else []
 
     def _empty(self, after: str) -> None:
+        """Copy the bucket into swap buffers, and write each buffer that is full. If no buffer is left, the thread waits
+        for all writes."""
         bucket, self.bucket = self.bucket, []
         for numel in bucket:
             nbytes = numel * self.each
@@ -376,6 +386,7 @@ class _Gradients:
             self.filled += nbytes
 
     def _write(self, after: str) -> None:
+        """Add the write of the current buffer, after all earlier ones."""
         if self.filled:
             self.number += 1
             before = (after, self.last_write, *self.waits)

@@ -85,6 +85,7 @@ class _Pass:
 
     @property
     def back(self) -> bool:
+        """Whether this is a backward pass."""
         return self.phase == "backward"
 
     def add(self, pieces: list[Piece], after: str) -> str:
@@ -216,4 +217,5 @@ def host_optimizer(step: Step, *, after: str) -> str:
 
 
 def _share(whole: int, part: int, parts: int) -> int:
+    """Return a part's share of `whole`; the shares differ by at most one and sum to it."""
     return whole * (part + 1) // parts - whole * part // parts

@@ -35,6 +35,7 @@ class Case:
 
     @property
     def parallel(self) -> Parallelism:
+        """Division of the model among the GPUs: tensor and pipeline parallelism for Megatron, none for ZeRO-3."""
         if self.framework == "ZeRO-3":
             return Parallelism()  # the throughput is measured, so it already includes the gathers
         return Parallelism(tensor=8, pipeline=_STAGES[self.size])

@@ -55,6 +55,7 @@ class Region:
 
 
 def schedule(step: Step) -> None:
+    """Add the micro batches, folded into at most two, each with a forward and a backward pass."""
     regions, done = regions_of(step, step.work.activation_policies), ""
     for batch in range(min(step.work.accumulation, _MOST_BATCHES)):
         done = forward(step, regions, batch=batch, after=done)
@@ -98,6 +99,7 @@ def _saved_per_token(step: Step) -> int:
 
 
 def _policies_of_arm(step: Step, regions: list[Region]) -> list[str]:
+    """Return the arm's policy for each region, in the order of forward."""
     arm = step.work.arm_name
     if arm in (KEEP, RECOMPUTE):
         return [arm] * len(regions)
@@ -126,6 +128,7 @@ def _rates(step: Step) -> tuple[float, float, float] | None:
 
 
 def _taken_in_forward(step: Step) -> float:
+    """Return the bytes that the drive takes during forward; infinite without rates."""
     rates = _rates(step)
     if rates is None:
         return float("inf")
@@ -201,6 +204,7 @@ def backward(step: Step, regions: list[Region], *, batch: int = 0, after: str) -
 
 
 def _loss_bytes(step: Step) -> float:
+    """Return the bytes of the logits, or of a chunk of them, that the loss needs."""
     from memascend.planner.gpu_memory import logits_bytes  # which imports torch
 
     work = step.work
@@ -227,6 +231,7 @@ def _compute(
     *,
     recomputed: bool = False,
 ) -> str:
+    """Add the products of a piece and return the task's name."""
     needs = {"gpu0": _stands_for(step) * _products(step, phase, piece, recomputed)}
     return step.add(f"{phase} {batch}: {piece.name}", phase, needs, after=after, gives=gives)
 

@@ -37,6 +37,7 @@ class SSDTrain(PlannedSystem):
         return {"checkpointing": _CHECKPOINTING[arm]} if arm in _CHECKPOINTING else {}
 
     def refuse(self, config: TrainConfig) -> None:
+        """Raise ValueError for checkpointing that does not match the arm, several ranks, devices and bf16 states."""
         arm = config.arm or next(iter(_ARMS))
         wanted = _CHECKPOINTING[arm]
         if config.checkpointing != wanted:
@@ -59,6 +60,7 @@ class SSDTrain(PlannedSystem):
             raise ValueError("system 'ssdtrain' keeps fp32 states: leave --states out, or set --system in_memory")
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
+        """Return the in-memory backend's set-up; `swap` is the folder of activations for arms that offload them."""
         on_ssd = config.checkpointing == "ssd"
         folder = {"activations_folder": swap} if on_ssd else {}
         return Setup(backend=IN_MEMORY, settings={"update": "torch", "group_elements": None, **folder}, swaps=on_ssd)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 def schedule(step: Step) -> None:
+    """Add the passes, the overflow check and the optimizer over the SSD."""
     parts = step.work.arrangement
     if on_cpu.hooks_wait(step):
         done = on_cpu.passes(step)

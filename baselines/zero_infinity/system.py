@@ -44,6 +44,8 @@ _ARMS = {
 
 
 def _configure(run: RunSpec, sizes: Sizes, nvme_path: str) -> dict[str, Any]:
+    """Return the DeepSpeed configuration, with the pipelined optimizer and the larger buffers of 0.16 if the
+    arm asks."""
     param, optimizer = nvme_offload(run, sizes, nvme_path)
     if _ARMS[run.arm].pipelined:
         optimizer |= {**PIPELINED, "buffer_count": optimizer_buffers(PIPELINED)}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def schedule(step: Step) -> None:
+    """Add the passes, the overflow check and AdamW in host memory."""
     done = forward(step)
     done = backward(step, after=done)
     done = overflow_check(step, after=done, chain=step.work.arrangement.overflow == "chain")

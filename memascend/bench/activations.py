@@ -58,12 +58,14 @@ class ActivationOptions:
     threads: int = 1
 
     def spec(self) -> Any:
+        """Return the specification of the model, with its dimensions divided by `twin`."""
         from memascend.planner import model_spec
 
         spec = model_spec(self.model)
         return spec.twin(self.twin) if self.twin > 1 else spec
 
     def policy(self, layers: int) -> ActivationPolicy:
+        """Return the policy of the way `mix` for a model of `layers` blocks. Raises ValueError."""
         if self.mix is not None:
             return ActivationPolicy.parse(self.mix, "--mix")
         sent = layers // 2
@@ -154,6 +156,7 @@ def _predicted(
 
 
 def _policies(options: ActivationOptions, way: str, layers: int) -> tuple[str, ...]:
+    """Return the policy of each block in the order of forward, for one of the ways."""
     all_alike = {"keep": (KEEP,) * layers, "recompute": (RECOMPUTE,) * layers}
     all_alike["ssd"] = (OFFLOAD,) * (layers - 1) + (KEEP,)  # the cache's default behaviour
     return all_alike[way] if way in all_alike else options.policy(layers).per_block(layers, "--mix")
@@ -198,10 +201,12 @@ class _Trainer:
         self.caches = {"ssd": cache(None, piece), "mix": cache(mix, piece), "account": cache({}, piece)}
 
     def close(self) -> None:
+        """Close the caches, which removes their files."""
         self._ends.close()
 
     @contextmanager
     def entered(self, way: str) -> Iterator[None]:
+        """Train in a way inside the context; afterwards no block is recomputed."""
         self._checkpointed.get(way, lambda: None)()
         try:
             with self._context(way):
@@ -246,6 +251,7 @@ class _Trainer:
         return {"seconds": seconds, "forward_s": forward_s, "peak_bytes": peak, "update_s": update_s}
 
     def turn(self, way: str, ids: torch.Tensor) -> dict[str, Any]:
+        """Take an untimed and a timed step in a way; return the latter's numbers and the hash of its gradients."""
         cache = self.caches.get(way)
         with self.entered(way):
             self.step(ids)
@@ -279,6 +285,7 @@ class _Trainer:
         }
 
     def _digest(self) -> str:
+        """Return the SHA-256 of all gradients, by which ways are compared."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.grad.view(torch.uint8).numpy().data)
@@ -329,6 +336,7 @@ def _drive(folder: Path) -> dict[str, float]:
 
 
 def _worker(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run all rounds in this process; `asked` has the fields of `ActivationOptions` as JSON types."""
     options = ActivationOptions(**asked | {name: tuple(asked[name]) for name in ("batches", "ways")})
     options = replace(options, folder=Path(options.folder))
     torch.set_num_threads(options.threads)

@@ -51,6 +51,7 @@ class _Ours:
 
 
 def _torch_fused(param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor) -> Callable[[], Any]:
+    """Return the step of torch.optim's fused AdamW on these tensors, in place."""
     weight = torch.nn.Parameter(param)
     weight.grad = grad
     optimizer = torch.optim.AdamW([weight], fused=True, **_OPTIONS)
@@ -59,6 +60,7 @@ def _torch_fused(param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor)
 
 
 def _deepspeed(tensors: list[torch.Tensor], missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """Return the step of DeepSpeedCPUAdam, or nothing after noting in `missing` why it is not available."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger binds stdout at import
             stock_ops = importlib.import_module(_STOCK_OPS)
@@ -71,6 +73,7 @@ def _deepspeed(tensors: list[torch.Tensor], missing: dict[str, str]) -> dict[str
 
 
 def _ways(numel: int, missing: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """Return a step of every way on tensors of `numel` elements."""
     # The fp32 ways share their tensors; each step continues from the values that the previous one left.
     single = [filled(numel, torch.float32), filled(numel, torch.float32, 1e-2)]
     single += [torch.zeros(numel), torch.zeros(numel)]

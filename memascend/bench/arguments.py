@@ -15,6 +15,7 @@ LARGEST_AMOUNT = 2**63  # sizes in the kernel are signed 64-bit integers
 
 
 def counts(option: str, text: str, count: Count) -> list[int]:
+    """Parse comma-separated counts. Raises ValueError, naming `option`, for an invalid one."""
     try:
         return [count(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
@@ -39,10 +40,12 @@ def amounts_of(option: str, text: str, unit: str, other: str = "") -> list[int]:
 
 
 def show(ratio: dict[str, float]) -> str:
+    """Return a spread of ratios (see `rounds.Spread`) as text: median and quartiles."""
     return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def require_folder(folder: Path, option: str = "--folder") -> None:
+    """Raise ValueError, naming `option`, unless `folder` is a folder that can be written."""
     if not folder.is_dir():
         raise ValueError(f"{option} {folder} is not a folder: create it first, on the drive to measure")
     if not os.access(folder, os.W_OK):

@@ -53,6 +53,7 @@ def measure(options: CheckpointBench) -> dict[str, Any]:
 
 
 def _speed(folder: Path) -> DeviceSpeed:
+    """Measure the drive's rates with a file of at most a tenth of the free space."""
     return device_speed(folder, min(DEFAULT_BYTES, shutil.disk_usage(folder).free // 10))
 
 
@@ -64,6 +65,8 @@ def _summary(point: dict[str, Any], read: float, write: float) -> dict[str, Any]
 
 
 def _saved(options: CheckpointBench, words: tuple[str, ...]) -> dict[str, Any]:
+    """Train with a checkpoint after every step, in a folder that is removed; return the size of one and the numbers of
+    each."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py")
     with TemporaryDirectory(dir=options.folder) as folder:
         command = [sys.executable, "-m", "memascend.cli", "train", "--model", options.model, "--random-weights"]

@@ -115,6 +115,8 @@ def add_benchmarks(parts: Any, count: Count) -> None:
 
 
 def _runner(run: Callable[..., tuple[dict[str, Any], list[str]]], count: Count) -> Callable[..., str]:
+    """Return a function that runs a part, writes the file of --out atomically, and returns the text to print."""
+
     def run_and_write(options: argparse.Namespace) -> str:
         if options.out is not None and not options.out.parent.is_dir():
             raise ValueError(f"--out {options.out}: the folder {options.out.parent} does not exist")

@@ -38,6 +38,8 @@ class DiT(nn.Module):
 
 
 class _Block(nn.Module):
+    """A block whose attention and feed-forward are shifted, scaled and gated by values computed from the condition."""
+
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.modulation = nn.Linear(hidden, 6 * hidden)

@@ -299,6 +299,7 @@ def take_turns(asked: dict[str, Any], turn_fd: int, done_fd: int) -> dict[str, A
 
 
 def _worker(asked: dict[str, Any]) -> dict[str, Any]:
+    """Run all rounds in this process; `asked` has the fields of `EngineBench` as JSON types."""
     options = EngineBench(**asked | {name: tuple(asked[name]) for name in ("contexts", "ways")})
     options = replace(options, folder=Path(options.folder))
     split = sorted(os.sched_getaffinity(0)) if options.cores == "split" else ()

@@ -9,6 +9,7 @@ from memascend.bench.arguments import Count, amounts_of, counts, show
 
 
 def run_overflow(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench overflow`; return its result as JSON types and the lines to print."""
     from memascend.bench import overflow
 
     result = overflow.measure(dtypes_of(options), amounts_of("--numels", options.numels, "elements"), options.repeats)
@@ -18,6 +19,7 @@ def run_overflow(options: argparse.Namespace, count: Count) -> tuple[dict[str, A
 
 
 def run_unscale(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench unscale`; return its result as JSON types and the lines to print."""
     from memascend.bench import unscale
 
     result = unscale.measure(dtypes_of(options), amounts_of("--numels", options.numels, "elements"), options.repeats)
@@ -28,6 +30,7 @@ def run_unscale(options: argparse.Namespace, count: Count) -> tuple[dict[str, An
 
 
 def dtypes_of(options: argparse.Namespace) -> list[str]:
+    """Return the names in --dtypes. Raises ValueError for an unknown one."""
     from memascend.bench.overflow import DTYPES
 
     dtypes = options.dtypes.split(",")
@@ -49,6 +52,7 @@ def _shares(result: dict[str, Any]) -> list[str]:
 
 
 def run_adamw(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench adamw`; return its result as JSON types and the lines to print."""
     from memascend.bench import adamw
 
     result = adamw.measure(amounts_of("--numels", options.numels, "elements"), options.repeats)
@@ -64,6 +68,7 @@ def run_adamw(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any]
 
 
 def run_pinned(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench pinned`; return its result as JSON types and the lines to print."""
     from memascend.bench import buffers
 
     result = buffers.measure_pinned([mib << 20 for mib in counts("--mib", options.mib, count)], options.repeats)
@@ -79,6 +84,7 @@ def run_pinned(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any
 
 
 def run_pool(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench pool`; return its result as JSON types and the lines to print."""
     from memascend.bench import buffers
 
     result = buffers.measure_pool(options.model, options.repeats)
@@ -92,6 +98,7 @@ def run_pool(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any],
 
 
 def add_overflow(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench overflow` and `unscale`."""
     add_numels(parser, count)
     parser.add_argument(
         "--dtypes", default="fp32,fp16,bf16", metavar="DTYPE,...", help="comma-separated (default: all three)"
@@ -99,6 +106,7 @@ def add_overflow(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_numels(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add --numels."""
     numels = "1000000,30000000"
     parser.add_argument(
         "--numels", default=numels, metavar="N,...", help=f"comma-separated element counts (default {numels})"
@@ -106,8 +114,10 @@ def add_numels(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_pinned(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench pinned`."""
     parser.add_argument("--mib", default="33,130,260", metavar="MIB,...", help="comma-separated sizes in MiB")
 
 
 def add_pool(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench pool`."""
     parser.add_argument("--model", default="qwen2.5-7b", help="model that gives the tensor sizes (default qwen2.5-7b)")

@@ -127,6 +127,8 @@ def _engines(options: NvmeOptions) -> dict[str, dict[str, Any]]:
 
 
 def _stream(options: NvmeOptions, path: str) -> list[dict[str, Any]]:
+    """Return the points of the question `stream`: engine and fio in turn, for reads and writes, by engine
+    configuration."""
     points: list[dict[str, Any]] = []
     ways: list[tuple[dict[str, Any], dict[str, Any]]] = []
     count = options.region_bytes // _TENSOR_BYTES
@@ -187,6 +189,8 @@ def _one_pair(path: str, point: dict[str, Any], pair: dict[str, Any], engine_fir
 def _engine_way(
     options: NvmeOptions, path: str, config: dict[str, Any], op: str, buffers: list[torch.Tensor], count: int
 ) -> Callable[[], tuple[float, int]]:
+    """Return a function that streams with the engine; it returns bytes per second and all bytes that were moved."""
+
     def run() -> tuple[float, int]:
         with DirectEngine([path], _OWNER, DirectEngineConfig(**config)) as engine:
             for buffer in buffers if options.register else ():
@@ -213,6 +217,7 @@ def _engine_way(
 def _fio_way(
     options: NvmeOptions, path: str, backend: str, op: str, offset: int, memory: str
 ) -> Callable[[], tuple[float, int]]:
+    """Return a function that streams with fio at `offset` of the same device; results as of `_engine_way`."""
     command = [
         "fio",
         "--name=bench",

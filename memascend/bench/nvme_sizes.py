@@ -57,11 +57,14 @@ class SizeOptions:
     register: bool = True
 
     def rounds(self, size: int) -> int:
+        """Return how often a tensor of `size` bytes is moved in each direction, at least once."""
         return max(1, min(self.repeats, self.budget_bytes // max(1, size)))
 
 
 @dataclass(frozen=True)
 class _Way:
+    """One way to move the tensor, with a function for each direction."""
+
     name: str
     run: dict[str, Callable[[], None]]  # by op
 
@@ -99,6 +102,7 @@ def measure(options: SizeOptions, owner: str, path: str) -> tuple[list[dict[str,
 
 
 def _deepnvme(options: SizeOptions, largest: int) -> tuple[Any, dict[str, str]]:
+    """Return DeepNVMe's handle, or None and the reason why it is missing."""
     if not _can_lock(largest):
         limit = _C.memlock_limit_bytes()
         return None, {"DeepNVMe": f"it locks its buffer, and the limit on locked memory is {limit} bytes (ulimit -l)"}
@@ -148,6 +152,7 @@ def _free(handle: Any, memory: torch.Tensor) -> None:
 
 
 def _pattern() -> torch.Tensor:
+    """Return incompressible bytes, the same in every call."""
     out = torch.empty(_PATTERN_BYTES, dtype=torch.uint8)
     return out.random_(0, 256, generator=torch.Generator().manual_seed(_PATTERN_BYTES))
 
@@ -197,6 +202,8 @@ def _deepnvme_call(handle: Any, op: str, tensor: torch.Tensor, file: str, offset
 
 
 def _rounds(options: SizeOptions, ways: list[_Way], tensor: torch.Tensor, path: str) -> list[dict[str, Any]]:
+    """Time all ways in shuffled rounds; return their points. Raises OSError for wrong data, or if a cache was
+    measured."""
     points = {
         (way.name, op): {"question": "sizes", "method": way.name, "op": op, "bytes": tensor.nbytes, "seconds": [],
                          "device_share": []}
@@ -223,6 +230,7 @@ def _rounds(options: SizeOptions, ways: list[_Way], tensor: torch.Tensor, path: 
 
 
 def _time(point: dict[str, Any], run: Callable[[], None], path: str) -> None:
+    """Time one transfer, and the share of its bytes that the disk reports."""
     before = nvme_target.sectors(path)
     begin = time.perf_counter()
     run()
@@ -237,11 +245,13 @@ def _edges(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _blank(tensor: torch.Tensor) -> None:
+    """Overwrite the checked parts, so that a read that does nothing is noticed."""
     for part in _edges(tensor):
         part.zero_()
 
 
 def _is_pattern(tensor: torch.Tensor) -> bool:
+    """Return whether the checked parts have the pattern."""
     pattern = _pattern()
     return all(torch.equal(part, pattern[: len(part)]) for part in _edges(tensor))
 

@@ -54,6 +54,7 @@ def _loop_device(path: str, required: bool) -> str:
 
 
 def output(command: list[str]) -> str:
+    """Run a command and return its output. Raises OSError with its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -37,6 +37,7 @@ _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @contextlib.contextmanager
 def _deepspeed(missing: dict[str, str]) -> Iterator[dict[str, Callable[[torch.Tensor], Any]]]:
+    """Yield DeepSpeed's check, or nothing after noting in `missing` why it is not available."""
     with contextlib.ExitStack() as stack:
         way = {}
         try:
@@ -80,6 +81,7 @@ def _points(
 
 @contextlib.contextmanager
 def _tracked() -> Iterator[None]:
+    """Track PyTorch's allocations inside the context, unless they are tracked already."""
     before = tracking.installed()
     tracking.install()
     try:

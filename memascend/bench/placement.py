@@ -108,6 +108,7 @@ class _Way:
         self._chunks = [0, 0]
 
     def step(self, ids: torch.Tensor) -> dict[str, float]:
+        """Take a step on the token ids; return its seconds, those of its phases, and the loss."""
         from memascend.simulator.recorder import MAIN
         from memascend.simulator.trace import busy_s
 
@@ -137,6 +138,7 @@ class _Way:
 
 
 def _rounds(ways: dict[str, _Way], options: PlacementBench) -> list[dict[str, Any]]:
+    """Run all rounds in shuffled order; return a point for each way."""
     points: dict[str, dict[str, Any]] = {name: {"method": name} for name in ways}
     generator, order = torch.Generator().manual_seed(options.context), random.Random(0)
     for number in range(_WARM_UP + options.repeats):

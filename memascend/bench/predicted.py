@@ -54,6 +54,7 @@ def rate_of_ratio(memory: Mapping[str, Any], adamw: float, *, spec: ModelSpec, d
 def _simulated(
     memory: Mapping[str, Any], adamw: float, spec: ModelSpec, dtype: str, path_rate: float, arm: str
 ) -> StepTime:
+    """Simulate a step on a machine with the measured speeds; `memory` is the in-memory point."""
     context = memory["context"]
     forward_s, backward_s = (statistics.median(memory[name]) for name in ("forward_s", "backward_s"))
     flops = forward_flops(spec, 1, context)

@@ -92,6 +92,7 @@ class RateLimiter(Limiter):
     def serve(
         self, nbytes: int, ended: Callable[[], None] = lambda: None, *, write: bool = False, priority: int = 0
     ) -> Promise:
+        """Queue a request; of those that wait, one with the highest priority is served next."""
         promise = Promise(f"{nbytes} bytes at {self.rate:.3g} a second")
         with self._changed:
             asked = (-priority, next(self._count), time.perf_counter(), nbytes, ended, promise)
@@ -105,12 +106,14 @@ class RateLimiter(Limiter):
         return Transferred(read, written, read / self.rate, written / self.rate)
 
     def close(self) -> None:
+        """Serve queued requests without delay, then end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def _serve(self) -> None:
+        """Serve the requests one at a time; the drive is busy with each for its bytes over the rate."""
         free = 0.0
         while True:
             with self._changed:
@@ -182,6 +185,7 @@ class SharedRateLimiter(Limiter):
         return busy
 
     def joined(self) -> None:
+        """Start the threads if this is the first tier that uses the drive in this process."""
         with self._ordering:
             self._tiers += 1
             if self._tiers == 1:
@@ -190,6 +194,7 @@ class SharedRateLimiter(Limiter):
                     threading.Thread(target=_end_in_time, args=(turns,), name="memascend-bucket", daemon=True).start()
 
     def left(self) -> None:
+        """End the threads if no tier uses the drive any more."""
         with self._ordering:
             self._tiers -= 1
             for turns in self._turns if not self._tiers else ():
@@ -197,6 +202,7 @@ class SharedRateLimiter(Limiter):
 
 
 def _end_in_time(turns: _Turns) -> None:
+    """End each request at its time on the shared clock, in order, until None arrives."""
     while (turn := turns.get()) is not None:
         end, ended, promise = turn
         time.sleep(max(0.0, end - time.monotonic()))
@@ -224,10 +230,12 @@ class RateLimitedTier:
         return self._drive.name
 
     def write(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        """Write as the tier does; the completion ends no sooner than the drive allows."""
         moving = self._tier.write(key, tensor, offset=offset, priority=priority)
         return self._limited(moving, tensor.nbytes, True, priority)
 
     def read(self, key: str, tensor: torch.Tensor, *, offset: int = 0, priority: int = 0) -> Completion:
+        """Read as the tier does; the completion ends no sooner than the drive allows."""
         moving = self._tier.read(key, tensor, offset=offset, priority=priority)
         return self._limited(moving, tensor.nbytes, False, priority)
 
@@ -239,6 +247,8 @@ class RateLimitedTier:
         return self._drive.transferred(self._tier.transferred, busy)
 
     def _limited(self, moving: Completion, nbytes: int, write: bool, priority: int) -> Completion:
+        """Return the completion of a transfer that both the path and the drive have finished."""
+
         def ended() -> None:
             with self._lock:
                 self._busy.end(write, nbytes)
@@ -254,6 +264,7 @@ class RateLimitedTier:
         return all_of([moving, served]).then(lambda values: values[0])
 
     def close(self) -> None:
+        """Close the tier, and release the drive."""
         self._tier.close()
         self._drive.left()
 
@@ -269,10 +280,12 @@ class RateLimitedHandle:
         return getattr(self._handle, name)
 
     def async_pread(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        """Start the read, and book the drive for it."""
         self._end = self._booked(buffer.nbytes, write=False)
         return self._handle.async_pread(buffer, *file, **options)
 
     def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        """Start the write, and book the drive for it."""
         self._end = self._booked(buffer.nbytes, write=True)
         return self._handle.async_pwrite(buffer, *file, **options)
 
@@ -289,6 +302,7 @@ class RateLimitedHandle:
         return self.wait()
 
     def wait(self) -> int:
+        """Wait for the handle, then until the drive's clock reaches the end of the last booked transfer."""
         count = self._handle.wait()
         time.sleep(max(0.0, self._end - time.monotonic()))
         return count
@@ -306,9 +320,11 @@ class RateLimitedTiers:
         self._drive_of = drive_of
 
     def in_file(self, path: str | os.PathLike[str], *args: Any, **options: Any) -> RateLimitedTier:
+        """Open the tier as DirectTier does, on the drive of its folder."""
         return RateLimitedTier(DirectTier.in_file(path, *args, **options), self._drive_of(path))
 
     def on_devices(self, paths: Sequence[str | os.PathLike[str]], *args: Any, **options: Any) -> RateLimitedTier:
+        """Open the tier as DirectTier does, on the drive of the first device."""
         return RateLimitedTier(DirectTier.on_devices(paths, *args, **options), self._drive_of(paths[0]))
 
 

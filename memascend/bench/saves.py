@@ -91,6 +91,7 @@ class _Training(Worker):
         return found
 
     def close(self) -> None:
+        """Close the metrics, and destroy the states."""
         self.progress.close()
         self.backend.engine.close(destroy=True)
 

@@ -12,6 +12,7 @@ from memascend.bench.arguments import Count, amounts_of, counts, in_memory_note,
 
 
 def add_nvme(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench nvme`."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -62,6 +63,7 @@ def add_nvme(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_tiers(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench tiers`."""
     parser.add_argument(
         "--tiers",
         nargs="+",
@@ -100,6 +102,7 @@ def add_tiers(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_checkpoints(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench checkpoints`."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -116,6 +119,7 @@ def add_checkpoints(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_saves(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench saves`."""
     parser.add_argument(
         "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
     )
@@ -128,6 +132,7 @@ def add_saves(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def run_nvme(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench nvme`; return its result as JSON types and the lines to print."""
     from memascend.bench import nvme
 
     require_folder(options.folder)
@@ -172,6 +177,7 @@ def run_nvme(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any],
 
 
 def run_checkpoints(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench checkpoints`; return its result as JSON types and the lines to print."""
     from memascend.bench import checkpoints
 
     require_folder(options.folder)
@@ -187,6 +193,7 @@ def run_checkpoints(options: argparse.Namespace, count: Count) -> tuple[dict[str
 
 
 def run_saves(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench saves`; return its result as JSON types and the lines to print."""
     from memascend.bench import saves
 
     require_folder(options.folder)
@@ -207,6 +214,7 @@ def run_saves(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any]
 
 
 def _processes(text: str, count: Count) -> tuple[int, ...]:
+    """Parse --processes: a list such as 1,2,4, or a range such as 1..4."""
     first, dots, last = text.partition("..")
     if not dots:
         return tuple(counts("--processes", text, count))
@@ -228,6 +236,7 @@ def _simplex(options: argparse.Namespace, count: Count) -> tuple[tuple[float, fl
 
 
 def run_tiers(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench tiers`; return its result as JSON types and the lines to print."""
     from memascend.bench import tiers
 
     for path in options.tiers:

@@ -63,6 +63,7 @@ class TierOptions:
 
     @property
     def in_memory(self) -> int:
+        """Sub-groups in memory at a time: two per path and one more by default."""
         return self.held or 2 * len(self.paths) + 1
 
 
@@ -93,6 +94,7 @@ def _told(options: TierOptions) -> dict[str, list[float]]:
 
 
 def _facts(options: TierOptions) -> dict[str, Any]:
+    """Return the conditions of the benchmark, for its result."""
     asked = {"groups": options.groups, "group_bytes": options.group_bytes, "held": options.in_memory}
     facts = {"benchmark": "tiers", "conditions": conditions() | asked | {"simplex": options.simplex}}
     return facts | {"paths": list(options.paths)}
@@ -231,6 +233,7 @@ def _run(options: TierOptions, processes: int, *, exclusive: bool) -> list[dict[
 
 
 def _hear(child: subprocess.Popen[str]) -> str:
+    """Return the next line of a worker. Raises RuntimeError if it has ended."""
     line = child.stdout.readline()
     if not line:
         raise RuntimeError(f"a process of the benchmark ended with status {child.wait()}: see its error above")
@@ -238,6 +241,7 @@ def _hear(child: subprocess.Popen[str]) -> str:
 
 
 def _worker(asked: dict[str, Any]) -> None:
+    """Run the passes of one process and print its result; the parent starts each pass. `asked` is from `_run`."""
     torch.set_num_threads(1)
     buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
@@ -277,11 +281,13 @@ def _timed(way: Callable[[], None]) -> float:
 
 
 def _one_by_one(move: Callable[[str, torch.Tensor], Any], groups: int, buffer: torch.Tensor) -> None:
+    """Move every sub-group through one buffer, waiting for each."""
     for group in range(groups):
         move(str(group), buffer).wait()
 
 
 def _held_to(asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
+    """Return the (path, rates) pairs that the options limit; empty without limits."""
     return list(zip(asked["paths"], asked["simplex"], strict=True)) if asked["simplex"] else []
 
 

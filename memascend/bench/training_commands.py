@@ -10,6 +10,7 @@ from memascend.bench.arguments import Count, counts, in_memory_note, require_fol
 
 
 def add_activations(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench activations`."""
     parser.add_argument(
         "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
     )
@@ -38,6 +39,7 @@ def add_activations(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench engine`."""
     parser.add_argument(
         "--folder", type=Path, required=True, metavar="DIR", help="folder on the SSD; no files are left behind"
     )
@@ -94,6 +96,7 @@ def add_engine(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def add_placement(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench placement`."""
     parser.add_argument("--model", default="llama3.2-1b", help="built-in name, or a config.json (default llama3.2-1b)")
     parser.add_argument("--twin", type=count, default=4, metavar="K", help="divide the model's widths by K (default 4)")
     parser.add_argument(
@@ -111,6 +114,7 @@ def add_placement(parser: argparse.ArgumentParser, count: Count) -> None:
 
 
 def run_activations(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench activations`; return its result as JSON types and the lines to print."""
     from memascend.bench import activations
 
     require_folder(options.folder)
@@ -143,6 +147,7 @@ def run_activations(options: argparse.Namespace, count: Count) -> tuple[dict[str
 
 
 def run_engine(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench engine`; return its result as JSON types and the lines to print."""
     from memascend.bench import engine
 
     require_folder(options.folder)
@@ -179,6 +184,7 @@ def run_engine(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any
 
 
 def run_latency(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench latency`; return its result as JSON types and the lines to print."""
     from memascend.bench import latency
 
     result = latency.measure(counts("--kib", options.kib, count), options.repeats)
@@ -190,6 +196,7 @@ def run_latency(options: argparse.Namespace, count: Count) -> tuple[dict[str, An
 
 
 def run_placement(options: argparse.Namespace, count: Count) -> tuple[dict[str, Any], list[str]]:
+    """Run `memascend bench placement`; return its result as JSON types and the lines to print."""
     from memascend.bench import placement
 
     chosen = {name: getattr(options, name) for name in ("model", "twin", "context", "batch", "repeats", "threads")}
@@ -208,6 +215,7 @@ def run_placement(options: argparse.Namespace, count: Count) -> tuple[dict[str, 
 
 
 def add_latency(parser: argparse.ArgumentParser, count: Count) -> None:
+    """Add the options of `memascend bench latency`."""
     sizes = "32,256,1024,4096,16384,65536,262144"
     parser.add_argument(
         "--kib", default=sizes, metavar="KIB,...", help=f"comma-separated sizes in KiB (default {sizes})"

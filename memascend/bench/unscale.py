@@ -22,6 +22,7 @@ _SCALE = -1.0  # keeps the magnitudes unchanged, however often it is applied
 
 
 def _norm(grad: torch.Tensor) -> torch.Tensor:
+    """Return the norm of a gradient, summed in fp32."""
     return torch.linalg.vector_norm(grad, dtype=torch.float32)
 
 

@@ -60,6 +60,7 @@ def size(nbytes: float) -> str:
 
 
 def check_kernel() -> Check:
+    """Check whether the running kernel has io_uring with every operation that the engine uses."""
     found, release = probe.kernel_version(), os.uname().release
     if found >= KERNEL_WITH_URING:
         return Check(name="kernel", status=OK, found=f"Linux {release}")
@@ -130,6 +131,7 @@ def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
 
 
 def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
+    """Check host memory, with the limit of the control group, against the plan."""
     total, free = ram_bytes(root)
     memory = host_memory(root)
     where, group = f"{size(total)} of RAM, {size(free)} available", memory.limited_by
@@ -152,6 +154,7 @@ def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
 
 
 def check_shared_memory(ranks: int, folder: Path = Path("/dev/shm")) -> Check:
+    """Check whether /dev/shm has space for the buffers of DeepSpeed's ranks on a CPU."""
     there = room(ranks, folder)
     if there.suffices:
         return Check(name="shared memory", status=OK, found=f"{size(there.free_bytes)} free in {folder}")
@@ -178,6 +181,7 @@ def check_swap(limit: int | None, root: Path = Path("/")) -> Check:
 
 
 def check_huge_pages(root: Path = Path("/")) -> Check:
+    """Check whether transparent huge pages are switched on."""
     text = probe.read_text(root / "sys/kernel/mm/transparent_hugepage/enabled").strip()
     if "[never]" in text:
         return Check(
@@ -212,6 +216,7 @@ def check_numa(ranks: int, root: Path = Path("/"), speeds: Sequence[NodeSpeed] =
 
 
 def _node_line(node: Node, speed: NodeSpeed | None = None) -> str:
+    """Describe a memory node: size, free memory, distances, and rates by the firmware and as measured."""
     distances = ", ".join(f"{far} to {number}" for number, far in node.distances.items() if number != node.number)
     line = (
         f"node {node.number}: {size(node.total_bytes)}{' without CPUs' if node.memory_only else ''}, "
@@ -305,6 +310,7 @@ def check_folder(folder: Path, kind: str) -> Check:
 
 
 def check_space(folder: Path, needs: Needs | None) -> Check:
+    """Check the free space of a folder against the plan."""
     free = shutil.disk_usage(folder).free
     if needs is None:
         return Check(name="free space", status=OK, found=f"{size(free)} in {folder}")

@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _needs(options: argparse.Namespace) -> Any:
+    """Return the bytes that the plan of --model needs. It imports torch, so it is called only if a model is named."""
     from memascend.doctor.checks import Needs
     from memascend.memory.ledger import HOST
     from memascend.planner.footprint import plan
@@ -107,6 +108,7 @@ def _needs(options: argparse.Namespace) -> Any:
 
 
 def _as_text(checks: list[Any], plan: str | None) -> str:
+    """Return the report: one line per check, its fix if it is not ok, and the counts."""
     lines = [f"against the plan: {plan}", ""] if plan else []
     for check in checks:
         lines.append(f"{check.status:<5} {check.name:<{_WIDTH}} {check.found}")

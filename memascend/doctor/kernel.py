@@ -35,6 +35,7 @@ def lockable_bytes() -> int | None:
 
 
 def _can_lock(size: int) -> bool:
+    """Return whether `size` more bytes can be locked; they are unlocked again."""
     libc = _libc()
     with mmap.mmap(-1, size) as memory:
         start = (ctypes.c_char * size).from_buffer(memory)

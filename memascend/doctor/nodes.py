@@ -48,6 +48,7 @@ def measure_nodes(topology: Topology | None = None, *, bytes_at_most: int = CHAS
 
 
 def _measure(node: int, size: int) -> NodeSpeed:
+    """Measure one node with buffers on it; the latency is measured over `size` bytes."""
     import torch
 
     from memascend import _C
@@ -77,6 +78,7 @@ def _measure(node: int, size: int) -> NodeSpeed:
 
 
 def _best(call: Callable[[], object]) -> float:
+    """Return the shortest of three times of a call, in seconds."""
     seconds = []
     for _ in range(_TIMES):
         start = time.perf_counter()
@@ -105,5 +107,6 @@ def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
 
 
 def _named(rooms: list[Room]) -> str:
+    """Return the numbers of the nodes and their bytes in all."""
     numbers = ", ".join(str(room.node) for room in rooms)
     return f"node{'s' if len(rooms) > 1 else ''} {numbers} ({sum(room.nbytes for room in rooms) / 2**30:.1f} GiB)"

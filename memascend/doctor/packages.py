@@ -33,6 +33,7 @@ def numbers(text: str) -> tuple[int, int]:
 
 
 def check_extension() -> Check:
+    """Check whether our compiled extension can be loaded."""
     try:
         from memascend import _C
     except NotLoadable as error:
@@ -41,6 +42,7 @@ def check_extension() -> Check:
 
 
 def check_torch(found: str | None) -> Check:
+    """Check torch; `found` is its version, None if it is not installed."""
     if found is None:
         return Check(
             name="torch",
@@ -56,6 +58,7 @@ def check_torch(found: str | None) -> Check:
 
 
 def check_deepspeed(found: str | None, tried: tuple[str, ...]) -> Check:
+    """Check DeepSpeed; `found` is its version (None: not installed), `tried` are the tested ones."""
     if found is None:
         return Check(
             name="DeepSpeed",
@@ -121,6 +124,7 @@ def compiled_by_use() -> tuple[list[str], bool, dict[str, Path]]:
 
 
 def check_transformers(found: str | None) -> Check:
+    """Check transformers; `found` is its version, None if it is not installed."""
     if found is None:
         fix = "pip install 'memascend[huggingface]', or make setup in a checkout"
         return Check(name="transformers", status=WARN, found="not installed: memascend train needs it", fix=fix)

@@ -52,6 +52,7 @@ def read_text(path: Path) -> str:
 
 
 def swap_bytes(root: Path = Path("/")) -> int:
+    """Return the size of all swap space in bytes."""
     found = re.search(r"^SwapTotal:\s+(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 

@@ -32,5 +32,6 @@ def record_activations(options: AppliedOptions, recorder: Recorder) -> None:
 
 
 def _ended(recorder: Recorder, *_: Any) -> None:
+    """End the recorded block in forward; in backward the next recomputation ends it."""
     if recorder.current_phase == "forward":
         recorder.end_block()

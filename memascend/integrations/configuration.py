@@ -43,6 +43,7 @@ def _is_file(name: str | Path) -> bool:
 
 
 def _mistake(given: str | Path, text: str, error: Any) -> str:
+    """Return one line that says where `text` cannot be parsed; `error` is the parser's."""
     what = str(given) if _is_file(given) else "the DeepSpeed configuration in base64"
     line = getattr(error, "lineno", None)
     if line is None:  # a duplicate key

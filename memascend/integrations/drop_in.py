@@ -56,6 +56,7 @@ def watch(deepspeed: Any) -> None:
 
 
 def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Enable memascend if the arguments of this call contain a configuration with the key; return whether it did."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:
@@ -100,6 +101,7 @@ def _require_launcher() -> None:
 
 
 def _warn_of_another_choice(enabled: Any, section: Any) -> None:
+    """Warn, once per section, of a second configuration with other choices than the one in use."""
     if not _enabled_by_key or _enabled_by_key[0] is not enabled or section in _enabled_by_key[1:]:
         return
     _enabled_by_key.append(section)  # warn only once

@@ -46,6 +46,8 @@ class _Pending:
 
 
 class _HeadLoss:
+    """The replacement of one model's forward, head and loss function, and the pass that each thread is in."""
+
     def __init__(self, model: Any, summed_loss: SummedLoss) -> None:
         self.model, self.summed_loss = model, summed_loss
         self.head = _linear_head(model)
@@ -65,6 +67,7 @@ class _HeadLoss:
         self._passes.pending = pending
 
     def install(self) -> Callable[[], None]:
+        """Replace the three functions of the model; return a function that restores them."""
         model, head = self.model, self.head
         had_forward, had_loss = vars(model).get("forward"), vars(model).get("_loss_function")
 
@@ -84,6 +87,7 @@ class _HeadLoss:
         return undo
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; in a training pass with labels its output has no logits."""
         self.pending = self._pending(args, kwargs) if self.model.training else None
         if self.pending is None:
             return self.stock_forward(*args, **kwargs)
@@ -96,6 +100,7 @@ class _HeadLoss:
             self.pending = None
 
     def _pending(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pending | None:
+        """Return the pass of a call with labels, shifted by one position as transformers does; None without labels."""
         given = self.signature.bind(*args, **kwargs).arguments
         for parameter in self.signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -110,6 +115,8 @@ class _HeadLoss:
         return _Pending(labels, shift_labels, ignore_index)
 
     def head_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the summed loss (fp32 scalar) in a training pass with labels, else the logits of ``hidden``
+        (..., H)."""
         pending, head = self.pending, self.head
         sliced = rows_of(head) is not None
         if pending is None:
@@ -123,6 +130,7 @@ class _HeadLoss:
     head_forward.takes_rows = True
 
     def _note_output(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        """Note the head's output as other hooks leave it, by which `loss` recognises it."""
         if self.pending is not None:
             self.pending.total = output
 
@@ -170,6 +178,7 @@ class _HeadLoss:
 
 
 def _linear_head(model: Any) -> torch.nn.Linear:
+    """Return the model's head. Raises ValueError if it is not linear, RuntimeError if it is already replaced."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, torch.nn.Linear):
         raise ValueError(
@@ -182,6 +191,7 @@ def _linear_head(model: Any) -> torch.nn.Linear:
 
 
 def _causal_lm_loss(model: Any) -> Callable[..., torch.Tensor]:
+    """Return the model's loss function. Raises ValueError if it is not transformers' ForCausalLMLoss."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     found = getattr(model, "loss_function", None)

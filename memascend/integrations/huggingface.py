@@ -63,6 +63,7 @@ def token_file(cache_dir: Path, vocabulary: int, tokens: int = 2_000_000) -> Pat
 
 
 def _write_atomically(path: Path, array: np.ndarray) -> None:
+    """Write a ``.npy`` file under a temporary name and rename it, since ranks may write the same file at once."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".npy")
     with os.fdopen(handle, "wb") as f:
         np.save(f, array)

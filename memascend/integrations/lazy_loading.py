@@ -53,6 +53,8 @@ def model_without_values(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _on_cpu(model: nn.Module, dtype: torch.dtype) -> None:
+    """Move a model from the meta device to the CPU, with parameters whose elements are all one NaN; tied ones stay
+    tied."""
     nothing, made = torch.full((1,), torch.nan, dtype=dtype), {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -120,6 +122,7 @@ def _warn_of_unused(model: Any, names: list[str], folder: Path) -> None:
 
 
 def _is_converted(model: Any) -> bool:
+    """Return whether transformers has rules that convert the tensors of this model's files as it loads them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # transformers 4 keeps the names
@@ -142,6 +145,7 @@ def _require_shape(stored: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def _equal(found: list[StoredTensor]) -> bool:
+    """Return whether stored tensors have the same values, and release their pages."""
     same = all(torch.equal(found[0].flat(), other.flat()) for other in found[1:])
     for each in found:
         each.let_go()
@@ -149,6 +153,7 @@ def _equal(found: list[StoredTensor]) -> bool:
 
 
 def _take_generation_settings(model: Any, folder: Path) -> None:
+    """Give the model the folder's generation_config.json, if it has one."""
     from transformers import GenerationConfig
 
     if (folder / "generation_config.json").is_file():

@@ -74,6 +74,8 @@ class MemoryOptions:
 
 
 def _check_activations(section: Any, checkpointing: str | None) -> None:
+    """Raise ValueError, with the fix, for a section ``activations`` that is no mapping, is invalid, or has no
+    effect."""
     if section is None:
         return
     if not isinstance(section, Mapping):
@@ -87,6 +89,7 @@ def _check_activations(section: Any, checkpointing: str | None) -> None:
 
 
 def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
+    """Return the cache's options. Raises ValueError for an invalid key, value or mix."""
     if (mix := section.get("mix")) is not None:
         if not isinstance(mix, str):
             raise ValueError(f'memascend.activations.mix must be a text such as "{EXAMPLE}", got {mix!r}')
@@ -111,6 +114,7 @@ class AppliedOptions:
             self._undo.pop()()
 
     def begin_step(self) -> None:
+        """Note the cache's counters, from which `moved` counts."""
         self._before = self.cache.statistics if self.cache is not None else None
 
     def moved(self) -> dict[str, int]:
@@ -191,6 +195,7 @@ def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:
 
 
 def _apply_attention(model: Any, wanted: str, applied: AppliedOptions) -> None:
+    """Switch the model's attention if it differs from ``wanted``. Raises ValueError if it cannot be switched."""
     if wanted == "flash":
         _require("attention 'flash'", "flash_attn")
         if model.dtype not in (torch.float16, torch.bfloat16):
@@ -217,6 +222,7 @@ def _set_attention(model: Any, name: str) -> None:
 
 
 def _apply_loss(model: Any, wanted: str, applied: AppliedOptions, chunk_bytes: int) -> None:
+    """Replace the model's loss unless ``plain`` is wanted."""
     if wanted != "plain":
         from memascend.integrations.head_loss import replace_head_loss
 
@@ -226,6 +232,8 @@ def _apply_loss(model: Any, wanted: str, applied: AppliedOptions, chunk_bytes: i
 
 
 def _chunked_loss(chunk_bytes: int) -> Callable[..., torch.Tensor]:
+    """Return a `SummedLoss` whose chunks of logits take at most ``chunk_bytes``."""
+
     def summed(hidden, weight, labels, bias, ignore_index, transform):
         return chunked_linear_cross_entropy(
             hidden,
@@ -242,6 +250,7 @@ def _chunked_loss(chunk_bytes: int) -> Callable[..., torch.Tensor]:
 
 
 def _liger_loss() -> Callable[..., torch.Tensor]:
+    """Return a `SummedLoss` by Liger-Kernel. Raises ValueError without a GPU or the package."""
     _require("loss 'liger'", "liger_kernel")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -265,6 +274,7 @@ def _liger_loss() -> Callable[..., torch.Tensor]:
 def _apply_checkpointing(
     model: Any, wanted: str, applied: AppliedOptions, allocator: Allocator | None, options: dict[str, Any]
 ) -> None:
+    """Apply every kind of checkpointing but ``ssd``; ``options`` are those of torch's ``checkpoint``."""
     if wanted == "offloaded":
         applied.store = CheckpointStore(allocator or PageAlignedPinnedAllocator())
         applied._undo.append(offload_checkpoints(model, applied.store, **options))
@@ -322,6 +332,7 @@ def _apply_ssd(
 
 
 def _unsloth_checkpoint() -> Callable[..., Any]:
+    """Return Unsloth's checkpoint function. Raises ValueError without a GPU or the package."""
     _require("checkpointing 'unsloth'", "unsloth_zoo")
     from unsloth_zoo.gradient_checkpointing import unsloth_offloaded_gradient_checkpoint
 

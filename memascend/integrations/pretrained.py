@@ -33,6 +33,8 @@ def local_folder(name: str, *, weights: bool = True) -> Path:
 
 
 def _from_hub(name: str, patterns: list[str]) -> Path:
+    """Download the files of a model that match ``patterns``, or find them in the cache. Raises ValueError, in
+    one line."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -74,6 +76,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def has_weights(folder: Path) -> bool:
+    """Return whether a folder has files of weights in a format that transformers loads."""
     return any(next(folder.glob(pattern), None) for pattern in _WEIGHTS)
 
 
@@ -184,6 +187,7 @@ def _to_train(model: Any) -> Any:
 def _initialised_in_memory(
     config: dict[str, Any], dtype: torch.dtype, filled: Callable[[torch.nn.Module], None] | None
 ) -> Any:
+    """Return an initialised model that fills each module as it is registered (see `in_memory_model`)."""
     from transformers import PreTrainedModel
 
     from memascend.integrations.huggingface import causal_lm
@@ -211,6 +215,7 @@ def _is_filled_by_transformers(module: torch.nn.Module) -> bool:
 
 
 def _initialised(config: dict[str, Any], ds_config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Return an initialised model under zero.Init; each module is filled before it is partitioned."""
     from deepspeed.runtime.zero.partition_parameters import Init
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
 

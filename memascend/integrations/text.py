@@ -48,6 +48,7 @@ class Documents:
                 raise ValueError(f"there is no file or folder {source}{_near(path)}; name text with --data")
 
     def _files(self, folder: Path) -> list[Path]:
+        """Return the sorted files of a folder that match the pattern. Raises ValueError if none does."""
         found = [
             path
             for path in sorted(folder.rglob(self._pattern))
@@ -58,6 +59,7 @@ class Documents:
         return found
 
     def _load(self, name: str) -> Any:
+        """Load a dataset by its name. Raises ValueError, in one line, if it cannot be loaded or lacks the field."""
         import datasets
 
         datasets.disable_progress_bars()
@@ -86,6 +88,7 @@ class Documents:
             yield from self._read(path)
 
     def _read(self, path: Path) -> Iterator[str]:
+        """Yield the documents of a file; one that is not UTF-8 text is skipped and noted in `skipped`."""
         if path.suffix == ".jsonl":
             yield from self._lines(path)
             return
@@ -102,6 +105,8 @@ class Documents:
             yield text
 
     def _lines(self, path: Path) -> Iterator[str]:
+        """Yield the documents of a .jsonl file. Raises ValueError, with the line's number, for a line without a
+        text."""
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -172,6 +177,7 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    """Yield documents until they have `limit` characters in total; the last one is not cut."""
     seen = 0
     for text in documents:
         yield text

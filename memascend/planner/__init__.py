@@ -28,6 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import the names that need torch on first use."""
     if name in ("Plan", "plan"):
         from memascend.planner import footprint
 

@@ -58,6 +58,7 @@ class Mixes:
         self.simulate = cache(self._simulate)
 
     def _simulate(self, offloaded: int, recomputed: int) -> Mix:
+        """Simulate the step with the first groups offloaded, the next recomputed and the rest kept."""
         kept = self.groups - offloaded - recomputed
         policies = (OFFLOAD,) * offloaded + (RECOMPUTE,) * recomputed + (KEEP,) * kept
         work = replace(self.work, activation_policies=policies)

@@ -206,6 +206,7 @@ def terabytes(text: str) -> float:
 
 
 def _positive(text: str, unit: str) -> float:
+    """Return a positive finite number. Raises ArgumentTypeError, which names the unit."""
     try:
         value = float(text)
     except ValueError:
@@ -249,6 +250,7 @@ _PRESETS |= {"clip": DEFAULT_CLIP} | {name: getattr(DEFAULT_STACK, name) for nam
 
 
 def _workload(options: argparse.Namespace) -> Workload:
+    """Return the workload for the options; values that are not given are completed in `options`, in place."""
     spec = model_spec(options.model).fused(fused_experts(options.experts))
     spec = spec.twin(options.twin) if options.twin > 1 else spec
     options.context = options.context or default_context(spec.config)
@@ -297,6 +299,7 @@ def _bytes(size_gib: float | None) -> float | None:
 
 
 def _free_bytes(folder: Path | None) -> float | None:
+    """Return the free space in a folder, or None without one. Raises ValueError for a missing folder."""
     if folder is None:
         return None
     if not folder.is_dir():
@@ -311,6 +314,7 @@ def testbeds() -> dict[str, Path]:
 
 
 def _machine(options: argparse.Namespace) -> Any:
+    """Return the machine that --testbed names, or None without that option. Raises a one-line ValueError."""
     from memascend.planner.machine import machine_from_file
 
     name = options.testbed

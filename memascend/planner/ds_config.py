@@ -70,6 +70,7 @@ def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5
 
 
 def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
+    """Return the sections offload_param and offload_optimizer."""
     if not work.swaps:
         in_memory = {"device": "cpu", "pin_memory": True}
         return {"offload_param": dict(in_memory), "offload_optimizer": dict(in_memory)}

@@ -16,6 +16,7 @@ TB = 10**12
 
 
 def _at_least(least: float, **values: float) -> None:
+    """Raise ValueError for the first value below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least:g}, got {value:g}")
@@ -91,6 +92,7 @@ class Drives:
 
     @property
     def lifetime_bytes(self) -> float:
+        """Bytes of activations that the drives endure: S_endurance of III-D."""
         return self.count * self.rated_bytes * self.rating_waf / self.our_waf * self.retention_gain
 
     def years(self, bytes_per_step: float, step_s: float) -> float:
@@ -155,6 +157,7 @@ class Projection:
         return self.activation_bytes / (self.step_s / 2)
 
     def years(self, drives: Drives | None = None) -> float:
+        """Return the drives' lifetime in years, by default of the paper's four drives."""
         return (drives or Drives()).years(self.activation_bytes, self.step_s)
 
 

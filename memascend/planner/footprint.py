@@ -82,6 +82,7 @@ class Plan:
         return self.work.arrangement.label
 
     def requested_bytes(self, owner: str) -> int:
+        """Return the bytes that an owner requested in host memory, before any rounding."""
         return sum(e.requested_bytes for e in self.entries if e.owner == owner and e.role == HOST)
 
     @property
@@ -168,6 +169,7 @@ class RankFootprint:
         self.swapped = _Counting(work.arrangement.swapped, ledger, self.named)
 
     def named(self, name: str) -> str:
+        """Return the name of an entry, with the rank's number if there are several."""
         return name if self.work.ranks == 1 else f"{name}, rank {self._rank}"
 
     def pageable(self, name: str, owner: str, requested_bytes: int, role: str = HOST) -> None:

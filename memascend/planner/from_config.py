@@ -110,6 +110,7 @@ def workload_of(
 
 
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a section as a dict, empty if it is missing. Raises ValueError if it is no section."""
     value = config.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f'"{name}" in the DeepSpeed configuration must be a section, got {value!r}')
@@ -117,6 +118,7 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _device(zero: Mapping[str, Any], name: str) -> str | None:
+    """Return the device of an offload section, or None. Raises ValueError if it is no text."""
     device = _section(zero, name).get("device")
     if device is not None and not isinstance(device, str):
         raise ValueError(f"zero_optimization.{name}.device must be a word such as 'nvme', got {device!r}")
@@ -135,6 +137,7 @@ def _size(section: Any, key: str, where: str, least: int = 1) -> int | None:
 
 
 def _system(zero: Mapping[str, Any], ours: bool) -> str:
+    """Return the name of the system. `ours`: whether the configuration has our section. Raises ValueError."""
     if zero.get("stage") != 3:
         raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
     places = {_device(zero, name) for name in ("offload_param", "offload_optimizer")}
@@ -193,6 +196,7 @@ def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
 
 
 def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> str:
+    """Return the dtype of the model from fp16.enabled, bf16.enabled or the command line. Raises ValueError."""
     on = [
         name for name, section in (("fp16", _section(config, "fp16")), ("bf16", bf16)) if section.get("enabled") is True
     ]
@@ -234,6 +238,8 @@ def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]
 
 
 def _count(config: Mapping[str, Any], key: str, said: int | None, flag: str) -> int | None:
+    """Return a positive whole number from the configuration or the command line (`said`). Raises ValueError if they
+    differ."""
     if not given(config, key):
         return said
     value = config[key]
@@ -245,6 +251,7 @@ def _count(config: Mapping[str, Any], key: str, said: int | None, flag: str) -> 
 
 
 def _option(section: Mapping[str, Any], name: str, told: Told) -> str:
+    """Return a memory option from the section or the command line. Raises ValueError if they differ."""
     said = getattr(told, name)
     value = section.get(name)
     if value is not None and said not in (None, value):
@@ -253,6 +260,8 @@ def _option(section: Mapping[str, Any], name: str, told: Told) -> str:
 
 
 def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> SwapSizes:
+    """Return the sizes that the configuration sets; what it leaves out is DeepSpeed's default, or None for our
+    systems."""
     ours = system in ("memascend", "mlp_offload")
     param, optimizer = _section(zero, "offload_param"), _section(zero, "offload_optimizer")
 

@@ -55,6 +55,7 @@ class DevicePlan:
 
     @property
     def device_bytes(self) -> int:
+        """Bytes of all entries: the peak of one GPU's memory."""
         return sum(entry.reserved_bytes for entry in self.entries)
 
     def components(self) -> dict[str, int]:
@@ -91,6 +92,7 @@ def is_gated(spec: ModelSpec) -> bool:
 
 
 def _feed_forward(spec: ModelSpec, fused: bool) -> int:
+    """Return the bytes per token that autograd saves in a block's feed-forward, or in the experts that it visits."""
     an_element = (6 if fused else 8) if is_gated(spec) else 4
     if not spec.experts:
         return an_element * spec.intermediate

@@ -61,9 +61,11 @@ class Change:
     host_bytes: int
 
     def words(self, words: Mapping[str, str]) -> str:
+        """Return the change as flags or keys, without its size."""
         return " ".join(words[name].format(value) for name, value in self.settings.items())
 
     def text(self, words: Mapping[str, str] = FLAGS) -> str:
+        """Return the change as flags or keys, with the host memory that it leads to."""
         return f"{self.words(words)} ({_gib(self.host_bytes)})"
 
 
@@ -96,6 +98,8 @@ def what_fits(work: Workload, budget_bytes: int, *, words: Mapping[str, str] = F
 
 
 def _together(work: Workload, budget_bytes: int) -> list[Change]:
+    """Return one change that combines settings, in the order of `_options`, until the run fits; empty if it
+    never does."""
     settings: dict[str, str | int] = {}
     for name, value in _options(work):
         settings[name] = value
@@ -111,6 +115,7 @@ def _together(work: Workload, budget_bytes: int) -> list[Change]:
 
 
 def _each(work: Workload, budget_bytes: int) -> Iterator[Change]:
+    """Yield every single change with the host memory that it needs, whether or not that is within the budget."""
     yield from _sizes(work, budget_bytes)
     for name, value in _options(work):
         changed = _with(work, {name: value})
@@ -175,6 +180,7 @@ def _with(work: Workload, settings: Mapping[str, str | int]) -> Workload | None:
 
 
 def _nothing(work: Workload, budget_bytes: int, words: Mapping[str, str]) -> str:
+    """Return the advice for a run that no setting makes fit, with the largest model that would."""
     model = largest_model(replace(work, batch=1), Limits(ram_bytes=budget_bytes))
     known = f" ({model} fits at batch 1)" if model else ""
     return f"no setting brings it under that: raise {words['host_memory']}, or take a smaller model{known}"

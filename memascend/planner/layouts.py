@@ -63,6 +63,8 @@ class Model(Protocol):
 
 
 def _decoder(spec: Model, block: Callable[[Model, int], Shapes]) -> list[TensorSpec]:
+    """Return embedding, blocks, last norm and, unless it is tied, output matrix of a decoder; `block` is its layout
+    rule."""
     out = [TensorSpec("model.embed_tokens.weight", (spec.vocab, spec.hidden), None)]
     for index in range(spec.layers):
         out += [TensorSpec(f"model.layers.{index}.{name}", shape, index) for name, shape in block(spec, index)]
@@ -307,6 +309,7 @@ def _opt(spec: Model) -> list[TensorSpec]:
 
 
 def _layout(block: Callable[[Model, int], Shapes]) -> Callable[[Model], list[TensorSpec]]:
+    """Return a rule for a whole model from the rule of its blocks."""
     return lambda spec: _decoder(spec, block)
 
 

@@ -30,6 +30,7 @@ class Limits:
 
     @property
     def given(self) -> bool:
+        """Whether at least one limit is set."""
         return any(limit is not None for limit in (self.gpu_bytes, self.ram_bytes, self.ssd_bytes))
 
     def with_machine(self, machine: MachineSpec | None) -> Limits:
@@ -96,6 +97,7 @@ class Fitter:
             self._stored = io_volume(work).stored_bytes
 
     def fits(self, batch: int, context: int) -> bool:
+        """Return whether the run fits all given limits with this batch and context."""
         limits, work = self.limits, replace(self.work, batch=batch, context=context)
         if limits.ssd_bytes is not None and self._stored_bytes(work) > limits.ssd_bytes:
             return False

@@ -221,6 +221,7 @@ def machine_from_file(path: str | Path) -> MachineSpec:
 
 
 def _positive(value: Any, where: str) -> float:
+    """Return `value` as a float. Raises ValueError, naming `where`, unless it is a positive finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{where} must be a positive number, got {value!r}")
     return float(value)

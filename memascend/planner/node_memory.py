@@ -36,6 +36,7 @@ class NodePlan:
     refused: str = ""
 
     def used(self, node: int) -> int:
+        """Return the bytes that are placed on a node."""
         return sum(shares.get(node, 0) for shares in self.placed.values())
 
     @property
@@ -46,6 +47,7 @@ class NodePlan:
 
     @property
     def fits(self) -> bool:
+        """Whether the policy can be followed and no node is assigned more than it has."""
         return not self.refused and not self.overfull
 
 
@@ -171,6 +173,7 @@ def _near(size: int, topology: Topology) -> tuple[Topology, dict[int, int] | Non
 
 
 def _number(entry: Mapping[str, Any], key: str, place: str) -> float | None:
+    """Return a positive number of a node's description, or None if it is missing. Raises ValueError."""
     given = entry.get(key)
     value = given.get("value") if isinstance(given, Mapping) else given
     if value is None:

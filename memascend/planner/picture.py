@@ -81,6 +81,7 @@ def _bars(axes: Any, plans: list[Plan]) -> None:
 
 
 def _limit(axes: Any, result: PlanResult) -> None:
+    """Draw the limit on host memory, if there is one, as a dashed line."""
     limit = next(need.limit_bytes for need in result.needs if need.name == "host memory")
     if limit is None:
         return

@@ -119,6 +119,7 @@ class _Part:
 
 
 def _blocks(work: Workload, blocks: range, parts: list[_Part], flops_a_block: float) -> list[Piece]:
+    """Return the pieces of one block, or of adjacent blocks folded together."""
     numel, stored = sum(part.numel for part in parts), sum(part.stored for part in parts)
     kept = checkpoint_bytes_a_block(work) * len(blocks) if work.offloads_checkpoints else 0
     label = f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"
@@ -142,4 +143,5 @@ def _piece(work: Workload, name: str, part: _Part, flops: float, checkpoint_byte
 
 
 def _share(whole: int, part: int) -> int:
+    """Return a piece's share of a block's `whole`; the shares differ by at most one and sum to it."""
     return whole * (part + 1) // PIECES_PER_BLOCK - whole * part // PIECES_PER_BLOCK

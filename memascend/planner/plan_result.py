@@ -34,6 +34,7 @@ class Need:
 
     @property
     def fits(self) -> bool | None:
+        """Whether the need is within the limit; None without a limit."""
         return None if self.limit_bytes is None else self.needed_bytes <= self.limit_bytes
 
 
@@ -59,16 +60,19 @@ class Wear:
 
     @property
     def tb_per_day(self) -> float | None:
+        """Terabytes written per day of training without a pause; None if the step's duration is unknown."""
         return None if self.seconds_per_step is None else self.bytes_per_step * DAY_S / self.seconds_per_step / TB
 
     @property
     def steps_of_life(self) -> float | None:
+        """Steps until the drives reach their endurance; None if it is unknown or nothing is written."""
         if self.endurance_tb is None or not self.bytes_per_step:
             return None
         return self.endurance_tb * self.endurance_gain * TB / self.bytes_per_step
 
     @property
     def days_of_life(self) -> float | None:
+        """Days of training without a pause until the drives reach their endurance; None if unknown."""
         steps = self.steps_of_life
         return None if steps is None or self.seconds_per_step is None else steps * self.seconds_per_step / DAY_S
 
@@ -175,6 +179,7 @@ def full_plan(
 
 
 def _choice(work: Workload, machine: MachineSpec, gpu_bytes: float | None) -> Choice | None:
+    """Return the choice of activation policies, or None if the system has none or GPU memory has no limit."""
     if gpu_bytes is None or not _chooses_policies(systems.load(work.system)):
         return None
     return choose(work, machine, activation_room(work, gpu_bytes))
@@ -188,6 +193,7 @@ def _chooses_policies(system: Any) -> bool:
 
 
 def _nodes(host: Plan, machine: MachineSpec | None, policy: str | None, host_gradients: bool) -> NodePlan | None:
+    """Return the plan over memory nodes, or None for a machine with a single one."""
     described = machine.described.get("memory_nodes") if machine else None
     if machine is None or not described or len(described) < 2:
         return None
@@ -221,6 +227,7 @@ def _seconds(work: Workload, machine: MachineSpec | None) -> float | None:
 
 
 def _time(work: Workload, machine: MachineSpec | None) -> tuple[StepTime | None, str]:
+    """Return the duration of a step, or None and the reason."""
     if machine is None:
         return None, "no machine was named: --testbed local, or a YAML file with its rates"
     if machine.gpu_flops_per_s is None and machine.name == "local":

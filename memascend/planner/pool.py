@@ -28,6 +28,7 @@ class Streamed:
 
     @property
     def largest(self) -> int:
+        """Elements of the largest partition that streams."""
         return max(self.outside + tuple(numel for block in self.blocks for numel in block))
 
     def monolithic_count(self, blocks_in_flight: int = 1) -> int:

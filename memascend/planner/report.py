@@ -35,6 +35,7 @@ def as_text(result: PlanResult) -> str:
 
 
 def _separated(sections: list[list[str]]) -> list[list[str]]:
+    """Leave out empty sections and put a blank line before each but the first."""
     filled = [lines for lines in sections if lines]
     return [lines if index == 0 else ["", *lines] for index, lines in enumerate(filled)]
 
@@ -60,6 +61,7 @@ def _title(result: PlanResult) -> str:
 
 
 def _beyond_the_model(result: PlanResult) -> list[str]:
+    """Return a note for a context longer than the model's maximum."""
     work, most = result.work, longest_context(result.work.spec.config)
     if most is None or work.context <= most:
         return []
@@ -87,6 +89,7 @@ def _gpu(result: PlanResult) -> list[str]:
 
 
 def gib(size: float) -> str:
+    """Return a size in GiB with two decimals, or "< 0.01" for a small one."""
     return f"{size / GIB:.2f}" if size >= GIB // 200 or not size else "< 0.01"
 
 
@@ -96,6 +99,7 @@ def _number(value: float, digits: int = 3) -> str:
 
 
 def _gb(size: float) -> str:
+    """Return a size in GB or MB, as drives are rated."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
@@ -167,12 +171,14 @@ def _nodes(result: PlanResult) -> list[str]:
 
 
 def _rating(wear: Wear) -> str:
+    """Return the drives' endurance, with the assumed gain if there is one."""
     if wear.endurance_gain == 1:
         return f"{wear.endurance_tb:,g} TB"
     return f"{wear.endurance_tb:,g} TB, times {wear.endurance_gain:,g} (--ssd-endurance-gain),"
 
 
 def _activations(wear: Wear) -> list[str]:
+    """Return lines about the activations on the SSD."""
     size = _gb(wear.activation_bytes)
     said = (
         f"  activations: a step writes {size} more" if wear.untimed_bytes else f"  {size} of the writes are activations"
@@ -186,6 +192,7 @@ def _activations(wear: Wear) -> list[str]:
 
 
 def _verdicts(result: PlanResult) -> list[str]:
+    """Return lines that compare needs with limits, with remedies and the largest sizes that fit."""
     checked = [need for need in result.needs if need.fits is not None]
     if not checked:
         return ["to check whether it fits, give --gpu-memory, --ram and --ssd-space (GiB), or --testbed"]
@@ -194,6 +201,7 @@ def _verdicts(result: PlanResult) -> list[str]:
 
 
 def _remedy(need: Need, result: PlanResult) -> list[str]:
+    """Return a line with changes that would make the run fit into host memory, if it does not."""
     if need.name != "host memory" or need.fits or need.limit_bytes is None:
         return []
     fits = what_fits(result.work, round(need.limit_bytes))

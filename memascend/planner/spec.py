@@ -69,6 +69,7 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
+        """Name of the model, with -k<K> for a twin."""
         return self.name if self.k == 1 else f"{self.name}-k{self.k}"
 
     @cached_property
@@ -83,6 +84,7 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> int:
+        """Number of parameters; a tied output matrix is counted once."""
         return sum(tensor.numel for tensor in self._tensors)
 
     def largest(self) -> TensorSpec:
@@ -254,12 +256,14 @@ def _class_on_meta(name: str, config: Mapping[str, Any]) -> Any:
 
 
 def _committed(name: str) -> dict[str, Any]:
+    """Return a committed configuration, with its section `_memascend`."""
     file = resources.files("memascend.planner") / "models" / f"{name}.json"
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return config
 
 
 def _from_file(path: Path) -> ModelSpec:
+    """Return the model of a config.json. Raises a one-line ValueError."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -273,6 +277,7 @@ def _from_file(path: Path) -> ModelSpec:
 
 
 def _normalise(name: str) -> str:
+    """Return a name without owner, case, hyphens and underscores, by which models are found."""
     return name.rsplit("/", 1)[-1].lower().replace("-", "").replace("_", "")
 
 
@@ -284,6 +289,7 @@ def _unknown(name: str) -> str:
 
 
 def _refuse_unclassed(config: Mapping[str, Any], model_type: str, name: str) -> None:
+    """Raise ValueError for an architecture with tensors that no rule covers."""
     covered = COVERED_KEYS.get(model_type, ())
     for key, tensor in UNCLASSED_KEYS.items():
         if config.get(key) and key not in covered:
@@ -295,6 +301,9 @@ def _refuse_unclassed(config: Mapping[str, Any], model_type: str, name: str) -> 
 
 
 def _reader(config: Mapping[str, Any], name: str) -> Callable[..., int]:
+    """Return a function that reads a size by its key or an alias of it. It raises ValueError if the size is missing
+    (without a default) or not a positive integer."""
+
     def size(key: str, default: int | None = None) -> int:
         names = (key, *_ALIASES.get(key, ()))
         value = next((config[name] for name in names if config.get(name) is not None), default)

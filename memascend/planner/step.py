@@ -45,6 +45,7 @@ class IoVolume:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes read and written in one step."""
         return self.total_read_bytes + self.total_write_bytes
 
 

@@ -32,6 +32,7 @@ class Phase:
 
     @property
     def bottleneck(self) -> str:
+        """The resource with the most work in the phase."""
         return max(self.by_resource, key=lambda resource: self.by_resource[resource])
 
 
@@ -45,10 +46,12 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Duration of the step."""
         return self.simulated.seconds
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all GPUs and micro-batches per second."""
         return self.tokens / self.seconds
 
     def of_resource(self, resource: str) -> float:
@@ -101,6 +104,7 @@ def resources_for(step: Step) -> ResourceModel:
 
 
 def _reached(resource: str, efficiency: float) -> Calibration:
+    """Return the calibration by which the simulator multiplies a resource's rate."""
     return Calibration(
         name=f"efficiency of {resource}",
         value=efficiency,
@@ -117,6 +121,7 @@ def _kind(work: str) -> str:
 
 
 def _require(step: Step, resources: ResourceModel, has_memory: bool) -> None:
+    """Raise ValueError for a rate that the tasks need and the machine lacks."""
     served = set(resources.work_names())
     needed = {work for task in step.tasks for work in task.needs}
     lacking = sorted(needed - served)  # in alphabetical order: a GPU before its link, a link before storage

@@ -26,6 +26,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
+        """Whether it has at least two dimensions."""
         return len(self.shape) >= 2
 
 

@@ -119,10 +119,12 @@ class Workload:
 
     @property
     def arm_name(self) -> str:
+        """Name of the arm: the given one or the system's first."""
         return arm_of(self.system, self.arm)
 
     @cached_property
     def arrangement(self) -> Arrangement:
+        """Parts of the system: those given, or the arm's own."""
         return self.parts or arrangement(self.system, self.arm)
 
     @property
@@ -142,10 +144,12 @@ class Workload:
 
     @property
     def on_cpu(self) -> bool:
+        """Whether a CPU computes, so that the tensors of the computation are in host memory too."""
         return self.device == CPU
 
     @property
     def offloads_checkpoints(self) -> bool:
+        """Whether activation checkpoints are stored in host memory, which only systems that offload do."""
         return self.stack.offloads and self.offloads
 
     @cached_property
@@ -173,6 +177,7 @@ class Workload:
 
     @property
     def swap_threshold_bytes(self) -> float:
+        """Bytes below which a partition stays in memory."""
         set_to = self.sizes.swap_threshold_bytes
         return SWAP_THRESHOLD_BYTES / self.spec.k**2 if set_to is None else set_to
 

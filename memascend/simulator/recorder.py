@@ -88,6 +88,7 @@ class Recorder:
             self._turn(None)
 
     def _turn(self, entered: str | None) -> None:
+        """Record the phase so far, then enter another one, or with None return to the outer one."""
         if self._phases:
             self._keep(self.current_phase, MAIN, self._phase_began)
         if entered is None:
@@ -98,6 +99,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, resource: str, amount: float = 0.0) -> Iterator[None]:
+        """Record the work of the training thread in the block, on `resource`."""
         begin = self.now()
         try:
             yield
@@ -128,13 +130,14 @@ class Recorder:
             self._block = (name, self.now())
 
     def end_block(self) -> None:
+        """Record the end of the open block, if any."""
         if self._block is not None:
             name, begin = self._block
             self._block = None
             self._keep(name, DEVICE, begin)
 
     def take(self) -> list[Event]:
-        """Return all events so far, sorted by begin, and forget them.
+        """Return all events so far, sorted by begin time, and forget them.
 
         Waits for transfers in flight; raises TimeoutError if they take longer than `_LONGEST_TRANSFER_S`.
         """
@@ -163,6 +166,8 @@ def record_transfers(storage: Any, recorder: Recorder) -> None:
 
 
 def _recorded(transfer: Callable[..., Any], resource: str, recorder: Recorder) -> Callable[..., Any]:
+    """Wrap a method that starts a transfer, so that its completion is recorded."""
+
     def begin(key: Any, tensor: Any, **options: Any) -> Any:
         began, phase_name = recorder.now(), recorder.current_phase
         completion = transfer(key, tensor, **options)

@@ -29,7 +29,7 @@ def step_of_trace(events: Sequence[Event], facts: dict[str, Any]) -> StepOf:
     """Summarise a trace by rank 0, which stands for all ranks. Raises ValueError if the trace has no events of rank 0.
 
     A measured phase is the time that the training thread spent in it, since transfers may continue after it; a
-    simulated phase lasts from the begin of its first event to the end of its last.
+    simulated phase lasts from the beginning of its first event to the end of its last.
     """
     mine = [event for event in events if event.rank == 0]
     if not mine:

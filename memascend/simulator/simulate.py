@@ -44,7 +44,7 @@ class SimulationResult:
         return busy_s(self.events).get(phase, {})
 
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Return begin and end of each phase in seconds, in the order in which they begin; phases may overlap."""
+        """Return the (begin, end) of each phase in seconds, in the order in which they begin; phases may overlap."""
         return phase_spans(self.events)
 
     def bottleneck(self, phase: str | None = None) -> str:
@@ -79,11 +79,14 @@ class _Flow:
 
 @dataclass
 class _Running:
+    """A task that has begun, with its work on each server."""
+
     task: Task
     begin_s: float
     flows: list[_Flow] = field(default_factory=list)
 
     def under_way(self) -> list[_Flow]:
+        """Return the work that is not done yet."""
         return [flow for flow in self.flows if flow.end_s is None]
 
 
@@ -108,6 +111,8 @@ def simulate(tasks: Sequence[Task], machine: ResourceModel) -> SimulationResult:
 
 
 class _Simulation:
+    """State of one simulation: the clock, and what every task waits for, holds and has done."""
+
     def __init__(self, tasks: Sequence[Task], machine: ResourceModel) -> None:
         self.machine = machine
         self.tasks = list(tasks)
@@ -132,6 +137,7 @@ class _Simulation:
                 self._then[name].append(task)
 
     def _fifo(self, task: Task) -> str | None:
+        """Return the FIFO server that a task needs, or None. Raises ValueError if it needs two."""
         names = {self._serve[work][0].name for work in task.needs if not self._serve[work][0].shared}
         if len(names) > 1:
             raise ValueError(
@@ -141,6 +147,7 @@ class _Simulation:
         return next(iter(names), None)
 
     def _check_pools_and_locks(self) -> None:
+        """Raise ValueError for an unknown pool or lock, or a task that takes more than its pool has."""
         for task in self.tasks:
             for pool in (*task.takes, *task.gives):
                 if pool not in self.taken:
@@ -164,6 +171,7 @@ class _Simulation:
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def run(self) -> SimulationResult:
+        """Run to the end. Raises ValueError if tasks are left that can never begin."""
         for task in self.tasks:
             if not self._before[task.name]:
                 self._ready(task)
@@ -257,6 +265,7 @@ class _Simulation:
         return self.taken[pool] + amount <= self.machine.pools[pool] * (1 + _DONE)
 
     def _begin(self, task: Task) -> None:
+        """Begin a task now: it takes its pools, locks and FIFO server, all at once."""
         for name, amount in task.takes.items():
             self._change(name, amount)
         for name in task.holds:
@@ -267,6 +276,7 @@ class _Simulation:
         self.running.append(_Running(task, self.now, self._flows(task)))
 
     def _flows(self, task: Task) -> list[_Flow]:
+        """Return a task's work on each server, with the speed that it would have alone as its cap."""
         alone_s = max((amount / self._serve[work][1] for work, amount in task.needs.items()), default=0.0)
         flows = []
         for work, amount in task.needs.items():
@@ -276,6 +286,7 @@ class _Simulation:
         return flows
 
     def _end(self, each: _Running) -> None:
+        """End a task now: record its events, give back what it holds, and ready the tasks that waited for it."""
         task = each.task
         for name, amount in task.gives.items():
             self._change(name, -amount)
@@ -309,6 +320,7 @@ class _Simulation:
         self.readied += 1
 
     def _change(self, pool: str, amount: float) -> None:
+        """Change the amount taken from a pool. Raises ValueError if more is released than was taken."""
         taken = self.taken[pool] + amount
         if taken < -_DONE * max(1.0, abs(amount)):
             raise ValueError(f"pool {pool!r}: {-taken:g} more is released than was acquired")
@@ -316,6 +328,7 @@ class _Simulation:
         self.levels[pool].append((self.now, self.taken[pool]))
 
     def _stuck(self) -> str:
+        """Return the message for tasks that can never begin: a circular wait, or what the first one waits for."""
         waiting = sorted(each for queue in self.waiting.values() for each in queue)
         if not waiting:
             names = [task.name for task in self.tasks if self._before[task.name]]

@@ -49,6 +49,8 @@ def draw(steps: Sequence[tuple[list[Event], dict[str, Any]]], path: Path, *, for
 
 
 def _rows(events: list[Event]) -> list[str]:
+    """Return the resources from top to bottom, in the order of `_ORDER`."""
+
     def place(resource: str) -> tuple[int, str]:
         kinds = [number for number, kind in enumerate(_ORDER) if resource.startswith(kind)]
         return (kinds[0] if kinds else len(_ORDER)), resource
@@ -57,6 +59,7 @@ def _rows(events: list[Event]) -> list[str]:
 
 
 def _draw_step(axes: Any, events: list[Event], resources: list[str], colours: dict[str, str]) -> None:
+    """Draw the events of one step, one row per resource, from its first event on."""
     begin = min(event.begin_s for event in events)
     seconds = max(event.end_s for event in events) - begin
     for row, resource in enumerate(resources):

@@ -58,12 +58,14 @@ def _kind(kind: str, name: str) -> bool:
 
 
 def _scaled(resource: Resource, factor: float) -> Resource:
+    """Return a resource with its rates multiplied by `factor`."""
     if isinstance(resource, Drive):
         return Drive(read=resource.read * factor, write=resource.write * factor, duplex=resource.duplex)
     return type(resource)(rate=resource.rate * factor)
 
 
 def _resources(testbed: Mapping[str, Any], gpus: int) -> dict[str, Resource]:
+    """Return the resources of a testbed by name; those without a stated rate are left out."""
     rates = testbed.get("rates") or {}
     links = testbed.get("links") or {}
     found: dict[str, Resource] = {"cpu": Fifo(rate=1.0)}
@@ -96,4 +98,5 @@ def _drive(read: Any, write: Any, *, duplex: bool) -> Drive:
 
 
 def _value(rate: Any) -> float:
+    """Return a rate that is given as a number or as a section with `value`."""
     return float(rate["value"] if isinstance(rate, Mapping) else rate)

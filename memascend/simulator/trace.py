@@ -19,7 +19,7 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Work that occupied a resource from `begin_s` to `end_s` (seconds from the step's begin).
+    """Work that occupied a resource from `begin_s` to `end_s` (seconds since the step began).
 
     `amount` is the work served: bytes on links and drives, floating-point operations on a GPU, 0 if unknown.
     """
@@ -68,11 +68,12 @@ def write_trace(path: Path, events: Iterable[Event], *, lane: str, source: str, 
 
 
 def _metadata(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    """Return the event that names a process or thread in the viewer."""
     return {"ph": "M", "name": what, "pid": rank, "tid": row, "args": {"name": name}}
 
 
 def read_trace(path: Path) -> tuple[list[Event], dict[str, Any]]:
-    """Return a trace's (events by begin, facts with `lane` and `source`). Raises ValueError if `path` is no trace."""
+    """Return (events by begin time, facts with `lane` and `source`). Raises ValueError if `path` is no trace."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -113,7 +114,7 @@ def busy_s(events: Iterable[Event]) -> dict[str, dict[str, float]]:
 
 
 def phase_spans(events: Iterable[Event]) -> dict[str, tuple[float, float]]:
-    """Return the first begin and last end of each phase, in the order in which the phases begin."""
+    """Return the (first begin, last end) of each phase in seconds, in the order in which the phases begin."""
     spans: dict[str, tuple[float, float]] = {}
     for event in sorted(events, key=lambda event: event.begin_s):
         begin, end = spans.get(event.phase, (event.begin_s, event.end_s))
@@ -122,6 +123,7 @@ def phase_spans(events: Iterable[Event]) -> dict[str, tuple[float, float]]:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
     total, until = 0.0, -float("inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))

@@ -41,6 +41,7 @@ class BackgroundCheckpoint:
         self._begin_s = time.monotonic() - begin
 
     def _begin(self, backend: StreamingBackend) -> BackgroundSave:
+        """Write configuration, generators and facts, and start the save of the tensors."""
         from memascend.integrations.pretrained import save_configuration
 
         save_configuration(backend.model, self._partial / "model", self._folder.tokenizer)
@@ -57,12 +58,14 @@ class BackgroundCheckpoint:
         return backend.save_meanwhile(weights, states, self._end, self._give_up)
 
     def _file(self, name: str, layouts: list[TensorLayout], **more: Any) -> TensorPartsWriter:
+        """Create a tensor file in the partial folder, to be filled in any order."""
         self._files[name] = TensorPartsWriter(self._partial / name, layouts, **more)
         return self._files[name]
 
     # -- in the save's thread ------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
+        """Complete the files, commit the checkpoint and remove older ones."""
         for file in self._files.values():
             file.close()
         checksums = {name: file.checksum for name, file in self._files.items()}
@@ -71,6 +74,7 @@ class BackgroundCheckpoint:
         checkpoint.prune(self._folder.checkpoints, self._config.keep)
 
     def _give_up(self, error: BaseException) -> BaseException:
+        """Remove the partial checkpoint; return `error`, which `wait` raises."""
         for file in self._files.values():
             file.abandon()
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -79,6 +83,7 @@ class BackgroundCheckpoint:
     # ------------------------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
+        """Return whether the save has ended, successfully or not."""
         return self._save.done()
 
     def wait(self) -> None:

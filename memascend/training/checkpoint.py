@@ -58,10 +58,12 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
+        """Folder with weights, configuration and tokenizer, for `from_pretrained`."""
         return self.path / "model"
 
     @property
     def state(self) -> Path:
+        """Folder with the states to resume from; absent in checkpoints that contain only weights."""
         return self.path / "state"
 
     def check(self, file: Path) -> None:

@@ -86,6 +86,7 @@ class CheckpointWriter:
         return writer
 
     def _commit(self, partial: Path, step: int, everything: list[dict[str, Any]]) -> None:
+        """Complete the checkpoint on rank 0. `everything`: the facts and checksums of all ranks, in rank order."""
         from memascend.integrations.pretrained import save_configuration
 
         save_configuration(self.backend.model, partial / "model", self.folder.tokenizer)
@@ -106,6 +107,8 @@ class CheckpointWriter:
         return {f"model/{checkpoint.WEIGHTS}": checkpoint.write_weights(folder, self.backend)}
 
     def no_room(self, error: OSError, step: int) -> str:
+        """Return the message for a full disk: the bytes needed and free, and how to continue. Removes partial
+        checkpoints."""
         folder = self.folder.checkpoints
         checkpoint.clean(folder)  # a partial checkpoint is useless and takes up space
         layouts = self.backend.weight_layouts()

@@ -33,6 +33,7 @@ KILLED_S = 60.0
 
 
 def say(text: str) -> None:
+    """Print a line at once; a terminal that has gone away is no error."""
     with contextlib.suppress(OSError):  # the terminal may be gone: training goes on
         print(text, flush=True)
 
@@ -58,11 +59,13 @@ class Stopping:
         self.trains = True  # whether the children train, rather than prepare
 
     def install(self) -> None:
+        """Handle SIGTERM, SIGINT and, unless nohup has it ignored, SIGHUP in this process."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._received)
 
     def _received(self, number: int, _: Any) -> None:
+        """Pass the signal on: the first as SIGTERM, every further one as SIGKILL."""
         self.asked += 1
         if self.asked == 1:
             self.status = exit_status(number)
@@ -77,6 +80,9 @@ class Stopping:
 
 
 def start_rank(rank: int, ranks: int, port: int, threads: int, job: Path, folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Start a rank in a session of its own; return its process. `job` is the file that describes the run, `port` that
+    of the process group. Standard output and errors go to the rank's log, and only rank 0 inherits our standard output.
+    """
     environment = {
         **MALLOC,
         **os.environ,
@@ -137,6 +143,7 @@ def kill(children: dict[str, subprocess.Popen[bytes]]) -> dict[str, int]:
 
 
 def stuck(remaining: dict[str, int]) -> str:
+    """Return the message for processes that were killed but have not ended (pids by name)."""
     whose = " and ".join(f"{name} (pid {pid}, {waits_for(pid)})" for name, pid in remaining.items())
     have = "has" if len(remaining) == 1 else "have"
     return (
@@ -155,5 +162,6 @@ def ends_of(stopping: Stopping) -> tuple[int, ...]:
 
 
 def last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty, or "no output"."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"

@@ -108,6 +108,7 @@ def _seed(text: str) -> int:
 
 
 def _text(given: str) -> str:
+    """Return `given`, for argparse. Raises ArgumentTypeError if it cannot be encoded as UTF-8."""
     try:
         given.encode()
     except UnicodeEncodeError:
@@ -135,6 +136,7 @@ def add_verify(commands: Any) -> None:
 
 
 def _add_options(parser: Any) -> None:
+    """Add a flag for every key of a run's configuration, and the reasons for flags that are refused."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file with any of the keys below")
     for name in configs.OPTIONS:
         flag, text = f"--{name.replace('_', '-')}", configs.help_of(name)

@@ -59,6 +59,7 @@ class Saved:
         self._held: tuple[tuple[str, str], torch.Tensor] | None = None
 
     def _add_rank(self, checkpoint: Path, rank: str, groups: list[Any], *, several: bool) -> None:
+        """Add the states of one rank; several ranks have their number in the names of their parts."""
         file = f"rank{rank}"
         reader = self._readers[file] = TensorFileReader(checkpoint / "state" / f"{file}.safetensors")
         for index, group in enumerate(groups):
@@ -81,9 +82,11 @@ class Saved:
 
     @property
     def kinds(self) -> list[str]:
+        """Kinds of tensors in this checkpoint: `weights` and descriptions from `STATES`."""
         return list(self._places)
 
     def names(self, kind: str) -> list[str]:
+        """Return the names of the tensors of a kind, in the model's order; empty for a kind that it lacks."""
         return list(self._places.get(kind, {}))
 
     def tensor(self, kind: str, name: str) -> torch.Tensor | None:

@@ -42,6 +42,8 @@ def _option(
     least: float | None = None,
     below: float | None = None,
 ) -> Any:
+    """Return a field with its help text, the placeholder of its value, and its limits (`least` is allowed, `below` is
+    not)."""
     return dataclasses.field(default=default, metadata=_limits(text, metavar, choices, least, below))
 
 
@@ -235,11 +237,13 @@ class TrainConfig:
 
     @property
     def output_folder(self) -> Path:
+        """Absolute path of the run's folder, by default runs/<model>, with -k<K> for a twin."""
         label = self.model.rstrip("/").rsplit("/", 1)[-1]
         return Path(self.output or f"runs/{label if self.twin == 1 else f'{label}-k{self.twin}'}").absolute()
 
     @property
     def peak_learning_rate(self) -> float:
+        """Learning rate after the warm-up; its default depends on whether the weights are initialised."""
         if self.learning_rate is not None:
             return self.learning_rate
         return 5e-4 if self.initialised else 1e-5
@@ -296,10 +300,12 @@ def metavar_of(name: str) -> str:
 
 
 def is_flag(name: str) -> bool:
+    """Return whether a key is set by its flag alone, without a value."""
     return _TYPES[name] is bool
 
 
 def takes_many(name: str) -> bool:
+    """Return whether a key's flag takes a list of values."""
     return bool(_TYPES[name] == list[str])
 
 
@@ -345,6 +351,7 @@ def checked(name: Any, value: Any, where: str) -> Any:
 
 
 def _as_type(name: str, value: Any, kind: Any, where: str) -> Any:
+    """Return `value` as `kind`: a whole number becomes a float, a text a list of one. Raises ValueError otherwise."""
     if kind == list[str]:
         values = [value] if isinstance(value, str) else value
         if isinstance(values, list) and all(isinstance(item, str) and item for item in values):
@@ -364,6 +371,7 @@ def _as_type(name: str, value: Any, kind: Any, where: str) -> Any:
 
 
 def _in_range(name: str, value: Any, where: str) -> Any:
+    """Return `value` if it is within the limits of its field. Raises ValueError otherwise."""
     limits = _FIELDS[name].metadata
     if limits["choices"] and value not in limits["choices"]:
         hint = did_you_mean(value, limits["choices"])

@@ -234,6 +234,7 @@ def _write_weights(
 
 
 def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, shard_bytes: int) -> int:
+    """Export the weights of the states on the SSD; return their step."""
     from memascend.integrations.pretrained import save_configuration
 
     step = backend.open_kept(kept_source(folder))
@@ -248,6 +249,7 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, sh
 
 
 def _require_room(folder: Path, needed: int) -> None:
+    """Raise ValueError, with the missing bytes, if the file system of `folder` has less than `needed` bytes free."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise ValueError(
             f"{folder.parent} has {byte_count(free)} free, and the weights take {byte_count(needed)}: "

@@ -53,6 +53,7 @@ class Lock:
             self._handle = self._locked(alone)
 
     def _locked(self, alone: bool) -> int:
+        """Open and lock the file; return the descriptor. Raises InUse with what the owner wrote into it."""
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -63,6 +64,7 @@ class Lock:
         return handle
 
     def _is_of_the_file(self) -> bool:
+        """Return whether the locked file still has this name; a lock on a removed file protects nothing."""
         try:
             return os.path.samestat(os.fstat(self._handle), os.stat(self._path))
         except FileNotFoundError:
@@ -78,6 +80,7 @@ class Lock:
         os.pwrite(self._handle, text.encode(), 0)
 
     def close(self) -> None:
+        """Release the lock; the file and its text stay."""
         os.close(self._handle)
 
     def remove(self) -> None:
@@ -89,6 +92,7 @@ class Lock:
 
 
 def _said(handle: int) -> str:
+    """Return the text of a lock file, at most 200 bytes."""
     return os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
 
 
@@ -112,10 +116,12 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The run's configuration, as YAML."""
         return self.root / SAVED_AS
 
     @property
     def metrics(self) -> Path:
+        """One JSON object per step, evaluation and checkpoint."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -129,6 +135,7 @@ class RunFolder:
 
     @property
     def data(self) -> Path:
+        """Folder of the token files."""
         return self.root / "data"
 
     @property
@@ -155,10 +162,12 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """Folder of the ranks' outputs."""
         return self.root / "logs"
 
     @property
     def report(self) -> Path:
+        """The report's path without its suffix (`.md` and `.json`)."""
         return self.root / "report"
 
     def open(self, *, resume: bool) -> Lock:
@@ -224,6 +233,7 @@ class SwapFolder:
 
     @classmethod
     def make(cls, parent: Path, output: Path) -> SwapFolder:
+        """Create a locked swap folder in `parent` for the run in `output`. Raises OSError."""
         made = missing_folders(parent)
         path = parent / f"{SWAP_PREFIX}{uuid.uuid4().hex[:12]}"
         parent.mkdir(parents=True, exist_ok=True)
@@ -233,6 +243,7 @@ class SwapFolder:
         return cls(path, lock, made)
 
     def remove(self) -> None:
+        """Release the lock and delete the folder with all files; `made` is left to the caller."""
         self.lock.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -273,6 +284,7 @@ def collect_dead(parent: Path, mine: Path | None = None, patience: float = 60) -
 
 
 def _owner(folder: Path) -> dict[str, Any]:
+    """Return the facts in a swap folder's owner file; empty if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         owner: dict[str, Any] = json.loads((folder / OWNER).read_text())
         return owner
@@ -291,6 +303,7 @@ def _lock_by(folder: Path, deadline: float) -> Lock:
 
 
 def _collect(folder: Path) -> str:
+    """Delete our files in the swap folder of a dead run; return a line about it. The caller has the exclusive lock."""
     owner = _owner(folder)
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     foreign = [path for path in files if path.is_symlink() or not _is_ours(path)]

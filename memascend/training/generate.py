@@ -44,6 +44,8 @@ def generate(run: Path, prompt: str, tokens: int, temperature: float = 0.0, seed
 
 
 def _why_none(folder: RunFolder, *, streams: bool) -> str:
+    """Return why a run has no states to read weights from, and what to do. `streams`: whether its system keeps
+    states."""
     if folder.model.exists():
         return (
             f"{folder.root} has no states on the SSD: load its newest checkpoint, {folder.model}, with from_pretrained"

@@ -91,6 +91,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def as_text(found: dict[str, Any]) -> str:
+    """Return the facts as lines for a terminal, the last of which names the next command."""
     of = f" of {found['steps']:,}" if found["steps"] else ""
     size = f", {found['parameters'] / 1e6:,.1f} M parameters" if found["parameters"] else ""
     lines = [
@@ -122,6 +123,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _next(found: dict[str, Any]) -> str:
+    """Return the next command, or what the run is doing."""
     if found["trains"]:
         return f"wait: it trains ({found['trains']})"
     if not found["steps"] or found["resumes_from"] < found["steps"] or found["lacks_evaluation"]:

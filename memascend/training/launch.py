@@ -51,6 +51,7 @@ def saved_config(folder: RunFolder) -> TrainConfig:
 
 
 def save_config(folder: RunFolder, config: TrainConfig) -> None:
+    """Write the configuration to the run's folder, atomically. Raises OSError."""
     import yaml
 
     write_atomically(folder.config, yaml.safe_dump(config.as_dict(), sort_keys=False))
@@ -150,6 +151,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Do the parent's part on rank 0 of a launcher: lock the folder, prepare, and yield the job."""
     folder = RunFolder(config.output_folder)
     with (
         _opened(folder, config, resume, wanted) as (config, _),
@@ -187,6 +189,7 @@ def _opened(
 
 
 def _steps_made(folder: RunFolder) -> int:
+    """Return the number of steps in the run's metrics."""
     return sum(row["kind"] == "step" for row in read_metrics(folder.metrics))
 
 
@@ -206,6 +209,7 @@ def _discard(folder: RunFolder) -> None:
 
 
 def planned_steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
+    """Return the number of steps of the whole run, derived from the epochs unless it is given."""
     return config.steps or max(1, round(config.epochs * prepared["steps_an_epoch"]))
 
 
@@ -284,6 +288,7 @@ def _states_to_come(setup: backends.Setup) -> Path | None:
 
 
 def _make_swap(nvme: Path, folder: RunFolder) -> SwapFolder:
+    """Create the run's swap folder in `nvme`. Raises ValueError, with advice, if that is not possible."""
     try:
         return SwapFolder.make(nvme, folder.root)
     except OSError as error:
@@ -299,6 +304,7 @@ def _job(
     setup: backends.Setup,
     steps: int,
 ) -> dict[str, Any]:
+    """Return the description of the run that the ranks read, as JSON types."""
     threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.ranks)
     return {
         "config": config.as_dict() | {"steps": steps},
@@ -312,6 +318,7 @@ def _job(
 
 
 def _announce(config: TrainConfig, prepared: dict[str, Any], job: dict[str, Any], found: list[Any]) -> None:
+    """Print model, data, steps, system and output. `found`: the complete checkpoints of the run."""
     name = config.model if config.twin == 1 else f"{config.model} divided by {config.twin}"
     weights = ", initialised weights" if config.initialised and not found else ""
     say(f"model   {name}, {prepared['parameters'] / 1e6:,.1f} M parameters, {config.dtype}{weights}")
@@ -344,6 +351,7 @@ def _take_over(lock: Lock) -> None:
 
 
 def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock: Lock) -> int:
+    """Start the ranks, wait for them and clean up after them; return the exit status. Raises Stuck."""
     ranks, port = job["config"]["ranks"], free_port()
     lock.say(f"pid {os.getpid()}, port {port}")
     folder.logs.mkdir(exist_ok=True)
@@ -380,6 +388,7 @@ def _goes_on(folder: RunFolder, after: str) -> str:
 
 
 def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
+    """Return the exit status from the results of the ranks. Raises ValueError for the first error or failed rank."""
     results = [json.loads(path.read_text()) for path in sorted(work.glob("result*.json"))]
     errors = [result["error"] for result in results if "error" in result]
     if errors:

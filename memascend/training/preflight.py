@@ -166,6 +166,7 @@ def _size_of(device: str) -> int:
 
 
 def _check_devices(devices: list[str], needed: int) -> None:
+    """Raise ValueError if the devices together are smaller than the `needed` bytes."""
     there = 0
     for device in devices:
         try:
@@ -180,6 +181,7 @@ def _check_devices(devices: list[str], needed: int) -> None:
 
 
 def _less_memory(prepared: dict[str, Any]) -> str:
+    """Return advice for a run that needs more host memory than there is."""
     fits = prepared.get("what_fits")
     if fits:
         return f"What fits: {'; or '.join(fits)}"

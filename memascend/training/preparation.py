@@ -24,6 +24,9 @@ PREPARED = {"train_tokens", "eval_tokens"}
 
 
 def prepare(folder: RunFolder, stopping: Stopping) -> dict[str, Any]:
+    """Prepare the run in a child process, or check and reuse what an earlier call prepared; return its facts. Empty if
+    a signal came first. Raises a one-line ValueError if the preparation fails, and Stuck if its process cannot be
+    killed."""
     prepared = read_prepared(folder)
     if prepared is None:
         say("reading model and text ...")

@@ -95,6 +95,7 @@ def _twin(config: TrainConfig) -> ModelSpec:
 
 
 def _folder_of(model: str) -> Path | None:
+    """Return the path of a local model, or None if `model` is not a folder with a config.json."""
     path = Path(model).expanduser()
     return path if (path / "config.json").is_file() else None
 
@@ -109,6 +110,7 @@ def _hub_name(model: str) -> str:
 
 
 def _context(config: TrainConfig, model_config: dict[str, Any]) -> int:
+    """Return the tokens per sequence. Raises ValueError if they exceed the model's maximum."""
     most = longest_context(model_config)
     if config.context and most and config.context > most:
         raise ValueError(f"the model takes at most {most} tokens per sequence, not {config.context}; lower --context")
@@ -116,6 +118,7 @@ def _context(config: TrainConfig, model_config: dict[str, Any]) -> int:
 
 
 def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
+    """Return the model's parameters, with their blocks as far as the names tell them."""
     from memascend.integrations.pretrained import parameter_shapes
 
     shapes = parameter_shapes(model_config)
@@ -126,6 +129,7 @@ def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
 
 
 def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
+    """Return the number of parameters and the sizes of DeepSpeed's buffers, in elements of one rank's partitions."""
     from memascend.planner.derived_sizes import sub_group_size
     from memascend.planner.pool import OUTSIDE_BUFFERS, SWAP_THRESHOLD_BYTES, partition_numel, streamed
 
@@ -271,6 +275,9 @@ def _text(
     context: int,
     notes: list[str],
 ) -> dict[str, Any]:
+    """Write tokenizer and token files; return the counts of documents, tokens and sequences. They replace earlier ones
+    only when all are complete and agree with those that the run began with. Raises a one-line ValueError for text that
+    cannot be used."""
     from memascend.integrations.text import Documents, Encoder
 
     def documents(sources: list[str]) -> Documents:
@@ -345,6 +352,8 @@ def _tokenizer(
     model_config: dict[str, Any],
     notes: list[str],
 ) -> None:
+    """Save the tokenizer to `folder`: the named one, the model's, or for initialised weights one trained on the
+    text."""
     from memascend.integrations.text import load_tokenizer, train_tokenizer
 
     named = config.tokenizer or source
@@ -358,6 +367,7 @@ def _tokenizer(
 
 
 def _tokenizer_folder(named: str | Path) -> Path:
+    """Return the local folder of a tokenizer, downloaded if `named` is a hub name. Raises ValueError."""
     from memascend.integrations.pretrained import local_folder
 
     path = Path(named).expanduser()

@@ -39,10 +39,12 @@ class StepRecord:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
 
 def byte_count(size: float) -> str:
+    """Return a size in bytes as text, in the largest unit of GiB, MiB, KiB and B of which it has at least one."""
     for limit, unit in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
         if size >= limit:
             return f"{size / limit:.{0 if size >= 100 * limit else 1}f} {unit}"
@@ -50,6 +52,7 @@ def byte_count(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as "2 d 03 h" from one day on, otherwise as "1:02:03"."""
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if days:
@@ -64,11 +67,13 @@ _COLUMNS = (
 
 
 def header(with_device: bool) -> str:
+    """Return the column names of the progress lines."""
     columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS)
     return f"{columns}{'GPU peak':>10}" if with_device else columns
 
 
 def line(record: StepRecord, steps: int, seconds_left: float) -> str:
+    """Return the progress line of a step, of `steps` in all."""
     cells = (
         f"{record.step}/{steps}",
         f"{record.loss:.4f}",
@@ -131,10 +136,12 @@ class Progress:
         self._passing = False
 
     def say(self, text: str) -> None:
+        """Write a line, in place of a temporary one."""
         self._clear()
         self._emit(f"{text}\n")
 
     def step(self, record: StepRecord) -> None:
+        """Record a step in the metrics and show its line, or on a terminal at least a temporary one."""
         self._write({"kind": "step", **asdict(record)})
         self._recent = [*self._recent[-19:], record.seconds]
         text = line(record, self._steps, self._seconds_left(record.step))
@@ -174,11 +181,13 @@ class Progress:
             self._passing = True
 
     def evaluation(self, step: int, loss: float, sequences: int, seconds: float) -> None:
+        """Record and show the result of an evaluation after `step`."""
         self._evaluation_s, self._told = seconds, False
         self._write({"kind": "eval", "step": step, "loss": loss, "sequences": sequences, "seconds": seconds})
         self.say(f"{step:>6}  evaluation: loss {loss:.4f} over {sequences} sequences, {seconds:.1f} s")
 
     def close(self) -> None:
+        """Remove a temporary line and close the metrics."""
         self._clear()
         self._metrics.close()
 
@@ -203,6 +212,7 @@ class Progress:
         self._write(row | {"written_bytes": written_bytes, "shared_bytes": shared_bytes})
 
     def _write(self, row: dict[str, Any]) -> None:
+        """Append a row to the metrics. Raises ValueError, with advice, if it cannot be written."""
         try:
             self._metrics.write(json.dumps(row) + "\n")
             self._metrics.flush()

@@ -26,5 +26,6 @@ def gather(ranks: int, value: Any) -> list[Any]:
 
 
 def barrier(ranks: int) -> None:
+    """Wait until all ranks have called this."""
     if ranks > 1:
         torch.distributed.barrier()

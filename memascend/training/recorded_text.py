@@ -37,6 +37,7 @@ def recorded(folder: RunFolder) -> Fingerprints | None:
 
 
 def _is_whole(found: Any) -> bool:
+    """Return whether a record has the form of `Fingerprints` for exactly the expected files."""
     if not isinstance(found, dict) or set(found) != set(TOKEN_FILES):
         return False
     return all(

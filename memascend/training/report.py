@@ -44,6 +44,7 @@ class ProcessMemory:
         self._objects = max(0, now["VmRSS"] - known)
 
     def _later_libraries(self, now: dict[str, int]) -> int:
+        """Return the bytes of file-backed memory that were mapped after the idle process was measured."""
         return max(0, now["RssFile"] - self._idle["RssFile"])
 
     def measured(self) -> list[int]:
@@ -207,6 +208,7 @@ def _divided_work(found: dict[str, Any] | None) -> list[str]:
 
 
 def _row(name: str, buffers: Any, size: int, total: int) -> str:
+    """Return a row of the memory table in Markdown; `size` and `total` are in bytes."""
     return f"| {name} | {buffers} | {size / 2**30:.3f} | {size / total:.1%} |"
 
 

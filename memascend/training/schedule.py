@@ -29,6 +29,7 @@ def learning_rate(step: int, *, peak: float, steps: int, warmup: int | None, sch
 
 @lru_cache(maxsize=2)
 def _permutation(sequences: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the order of the sequences in one epoch: the same for the same seed on every machine."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(sequences)
 
 

@@ -26,6 +26,7 @@ class Stop:
         self.training = False
 
     def install(self) -> None:
+        """Handle SIGTERM and SIGINT in this process."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
 

@@ -120,6 +120,7 @@ def expectation(config: TrainConfig, theirs: TrainConfig) -> Expectation:
 
 
 def _rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step, counted from 0."""
     peak, steps = config.peak_learning_rate, config.steps or STEPS
     return learning_rate(step, peak=peak, steps=steps, warmup=config.warmup, schedule=config.schedule)
 
@@ -185,6 +186,7 @@ def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Pa
 
 
 def _steps(tested: Path, reference: Path) -> Iterator[dict[str, Any]]:
+    """Yield loss and gradient norm of both runs for each step, and whether they are equal."""
     rows = [
         [row for row in read_metrics(RunFolder(folder).metrics) if row["kind"] == "step"]
         for folder in (tested, reference)
@@ -231,6 +233,7 @@ def _cell(value: float | None) -> str:
 
 
 def _first(first: dict[str, Any]) -> str:
+    """Return a phrase about the first tensor that differs."""
     return (
         f"{first['name']}, {first['different']} of {first['elements']} elements, by at most {first['largest']:.3g}; "
         f"element {first['index']} is {first['tested']!r}, and {first['reference']!r} in the reference"

@@ -183,6 +183,8 @@ class Worker:
         return max((row["step"] for row in read_metrics(self.folder.metrics)), default=0)
 
     def _kept_step(self, source: checkpoint.Checkpoint | None) -> int | None:
+        """Return the step of the backend's kept states; None, after saying so, if they are from the middle of a
+        step."""
         try:
             return self.backend.kept_step()
         except KeptStepIsPartial as error:
@@ -192,6 +194,7 @@ class Worker:
             return None
 
     def _go_on(self, source: checkpoint.Checkpoint | None) -> None:
+        """Resume from the backend's kept states."""
         facts = self.backend.go_on(self._start(source))
         random_state.restore_json(facts["random"])
         self.step, self.cut_off = facts["step"], facts.get("row")
@@ -217,6 +220,8 @@ class Worker:
         return found
 
     def _build(self, source: checkpoint.Checkpoint | None) -> None:
+        """Build the model and, with a checkpoint, restore states and generators. Initial weights are equal on all
+        ranks."""
         torch.manual_seed(self.config.seed)
         self.backend.build(self._start(source))
         torch.manual_seed(self.config.seed * self.ranks + self.rank)

@@ -77,6 +77,7 @@ def experiments(folder: Path, manifest: dict[str, Any], paper: str) -> Table:
 
 
 def requirements(manifest: dict[str, Any]) -> list[Block]:
+    """Return the sections on access, hardware, software and set-up."""
     packages = manifest["packages"]
     named = ", ".join(f"{name} {packages[name]}" for name in ("torch", "deepspeed", "transformers") if name in packages)
     return [

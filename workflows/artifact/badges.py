@@ -43,6 +43,7 @@ class Line:
 
 
 def pytest(*words: str) -> str:
+    """Return the command that runs these tests without writing to the checkout."""
     return f"python -m pytest -q -p no:cacheprovider {' '.join(words)}"
 
 

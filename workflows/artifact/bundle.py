@@ -71,6 +71,7 @@ in a checkout with its environment, or in `source/` of this bundle. It needs no 
 
 
 def git(*words: str) -> str:
+    """Return git's output; raise ValueError with its message."""
     done = subprocess.run(["git", "-C", str(registry.ROOT), *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"git {words[0]}: {done.stderr.strip()}; an artifact is made in a git checkout")
@@ -93,6 +94,7 @@ def exhibits_of(known: Configuration) -> dict[str, dict[str, Any]]:
 
 
 def manifest_of(known: Configuration) -> dict[str, Any]:
+    """Return the content of artifact.json; `changed_since` is filled in later."""
     exhibits = exhibits_of(known)
     return {
         "format": FORMAT,
@@ -170,6 +172,7 @@ def describe(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON with a line end."""
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -182,6 +185,7 @@ def pages(figures: Path, manifest: dict[str, Any]) -> Iterator[str]:
 
 
 def copy(source: Path, target: Path) -> None:
+    """Copy a file and create its folder; raise TableError if the source is missing."""
     if not source.is_file():
         raise tidy.TableError(f"{source} is missing: run snakemake --cores all figures first")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -213,6 +217,7 @@ def claims_of(folder: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_runs(folder: Path, records: list[str]) -> dict[str, Any]:
+    """Return the seconds and the hosts of runs, from their records."""
     read = [json.loads((folder / RECORDS / name).read_text(encoding="utf-8")) for name in records]
     hosts = dict.fromkeys(f"{record['host']['cpu']}, {record['host']['cores']} cores" for record in read)
     return {"seconds": round(sum(record.get("wall_s") or 0.0 for record in read), 1), "hosts": [*hosts]}
@@ -233,6 +238,7 @@ def pack(folder: Path, out: Path, root: str, when: tuple[int, ...]) -> None:
 
 
 def commit_time() -> tuple[int, ...]:
+    """Return the commit's date and time as six numbers, year to second."""
     return tuple(map(int, git("log", "-1", "--date=format:%Y %m %d %H %M %S", "--format=%cd").split()))
 
 

@@ -38,6 +38,7 @@ KINDS = {".svg": "image/svg+xml", ".csv": "text/csv", ".json": "application/json
 
 
 def as_list(value: Any) -> list[Any]:
+    """Return a list unchanged, and any other value as a list of one."""
     return value if isinstance(value, list) else [value]
 
 
@@ -64,6 +65,7 @@ class Writer:
         self.actions: list[tuple[str, ContextEntity]] = []  # rule, action
 
     def add(self, identifier: str, kind: str | list[str], **properties: Any) -> ContextEntity:
+        """Add an entity and return it."""
         return self.crate.add(ContextEntity(self.crate, identifier, properties={"@type": kind, **properties}))
 
     def file(self, place: str, **properties: Any) -> Any:
@@ -96,6 +98,7 @@ class Writer:
         self.crate.root_dataset["mainEntity"] = self.main
 
     def tool(self, program: str) -> Any:
+        """Return the entity of a program: its file in the sources, or an application by name."""
         if (self.folder / SOURCE / program).is_file():
             kind = {"@type": ["File", "SoftwareSourceCode"], "softwareVersion": self.manifest["version"]}
             return self.file(f"{SOURCE}/{program}", name=program, **kind)
@@ -105,6 +108,7 @@ class Writer:
         )
 
     def action(self, rule: str, name: str, inputs: list[Any], results: list[Any], **properties: Any) -> None:
+        """Add the action by which a rule made `results` from `inputs`."""
         facts = {"name": f"{rule}: {name}", "instrument": self.tools[rule], "agent": self.agent}
         facts |= {"result": results[0] if len(results) == 1 else results}
         facts |= {"object": inputs[0] if len(inputs) == 1 else inputs} if inputs else {}
@@ -186,6 +190,7 @@ class Writer:
         self.crate.root_dataset["mentions"] = [run, *(action for _, action in self.actions)]
 
     def citations(self) -> None:
+        """Add the papers and their authors, which the crate cites."""
         found = []
         for number, paper in enumerate(papers(), 1):
             identifier = f"https://doi.org/{paper['doi']}" if paper["doi"] else f"#paper-{number}"

@@ -117,6 +117,7 @@ def other_sources(folder: Path, manifest: dict[str, Any]) -> tuple[str, list[str
 
 
 def _kind_of(name: str) -> str:
+    """Return the type of git's object with that name, such as commit; empty if there is none."""
     try:
         return git("cat-file", "-t", name, root=ROOT).strip()
     except ValueError:
@@ -177,6 +178,7 @@ def contradictions(path: Path) -> Iterator[str]:
 
 
 def _other_losses(record: dict[str, Any], is_ok: bool) -> Iterator[str]:
+    """Yield a message if the losses do not match their checksum or the number of steps."""
     if is_ok and record.get("loss_checksum") != digest_of(record.get("losses")):
         yield "its losses are not those of its loss_checksum"
     elif is_ok and not record.get("points") and len(record["losses"]) != record["steps"]:
@@ -184,6 +186,7 @@ def _other_losses(record: dict[str, Any], is_ok: bool) -> Iterator[str]:
 
 
 def _other_samples(path: Path, record: dict[str, Any]) -> Iterator[str]:
+    """Yield a message if the file of samples is missing, superfluous or changed."""
     samples, said = path.with_suffix(TRACE), record.get("samples_sha256")
     if record.get("kind") != "training":
         if said is not None or samples.is_file():
@@ -219,6 +222,7 @@ def _other_points(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _place(point: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what distinguishes a point of a run from its others: tokens, sequences and accumulated batches."""
     accumulation = (point["accumulation"],) if "accumulation" in point else ()
     return (point["sequence"], point["batch"], *accumulation)
 
@@ -302,6 +306,7 @@ def provenance_of(folder: Path, expected: dict[str, Any], manifest: dict[str, An
 
 
 def _some(names: list[str]) -> str:
+    """Return at most three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
 
 

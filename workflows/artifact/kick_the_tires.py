@@ -134,6 +134,7 @@ def end(child: subprocess.Popen[str]) -> None:
 
 
 def result(line: Line, status: str, found: str, seconds: float = 0.0) -> Result:
+    """Return the result of a line."""
     about = {"name": line.name, "badge": line.badge, "says": line.says, "command": line.command}
     return Result(**about, status=status, found=found, seconds=round(seconds, 1))
 
@@ -212,6 +213,7 @@ def surroundings(isolated: Sequence[str], venv: Path | None, commit: str) -> dic
 
 
 def document(results: Sequence[Result], where: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of badges.json."""
     return {"schema_version": 1, **where, "lines": [asdict(each) for each in results]}
 
 
@@ -273,12 +275,15 @@ def page(said: dict[str, Any]) -> str:
 
 
 def write(folder: Path, said: dict[str, Any]) -> None:
+    """Write badges.json and badges.md, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     atomically(folder / JSON, lambda path: path.write_text(json.dumps(said, indent=1, ensure_ascii=False) + "\n"))
     atomically(folder / TABLE, lambda path: path.write_text(page(said)))
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run what is asked for, writing the results after each line; return the exit status. Raises ValueError or
+    OSError."""
     only = asked(LINES, args.only)
     if args.venv and not (args.venv / "bin/python").exists():
         raise ValueError(f"--with {args.venv}: there is no bin/python in it; make setup makes .venv")

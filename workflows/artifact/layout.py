@@ -29,6 +29,7 @@ def name_of(version: str, profile: str) -> str:
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -64,5 +65,6 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def write_sums(folder: Path) -> None:
+    """Write the list of sums of a filled bundle."""
     text = "".join(f"{digest}  {name}\n" for name, digest in sums_of(folder).items())
     (folder / SUMS).write_text(text, encoding="utf-8")

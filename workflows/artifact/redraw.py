@@ -37,6 +37,7 @@ KINDS |= {"probe": "testbed"}
 
 
 def lane(paper: str, out: Path) -> None:
+    """Write the table of a paper's modelled lane."""
     tidy.write_table(table.rows_of(paper).modelled(), out / TABLES / "modelled" / f"{paper}.csv")
 
 

@@ -86,6 +86,8 @@ def unknown(folder: Path) -> list[str]:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
+    """Return the content of artifact.json. Raises ValueError, with the entry, for one that this program cannot
+    trust."""
     try:
         manifest = parsed((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -117,10 +119,12 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def is_list_of_texts(value: Any) -> bool:
+    """Return whether a value read from JSON is a list of strings."""
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def is_text_to_text(value: Any) -> bool:
+    """Return whether a value read from JSON maps names, none of them empty, to strings."""
     return isinstance(value, dict) and all(key and isinstance(each, str) for key, each in value.items())
 
 
@@ -135,6 +139,7 @@ def other_packages(manifest: dict[str, Any]) -> list[str]:
 
 
 def installed(package: str) -> str:
+    """Return the installed version of Python or of a package; empty if it is not installed."""
     if package == "python":
         return platform.python_version()
     try:
@@ -227,6 +232,8 @@ def redraw(folder: Path, out: Path, *, build: bool, experiments: Path | None = N
 
 
 def run(command: list[str], source: Path, what: str) -> None:
+    """Run a command in `source` with few variables of ours; at its end all of its processes are killed. Raises
+    ValueError with the last line of its output if it fails; `what` names it in the message."""
     kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG", "TMPDIR") if name in os.environ}
     more = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MAX_JOBS": str(len(os.sched_getaffinity(0)))}
     child = subprocess.Popen(
@@ -265,6 +272,7 @@ def compared(said: dict[str, str], out: Path) -> dict[str, list[str]]:
 
 
 def kind_of(name: str) -> str:
+    """Return the kind of file by which differences are reported."""
     path = PurePosixPath(name)
     if path.parts[0] == "tables":
         return "claims" if name == TABLE_OF_CLAIMS else f"tables, {path.parts[1]}"
@@ -276,6 +284,7 @@ def kind_of(name: str) -> str:
 
 
 def counted(said: dict[str, str], out: Path) -> Counter[str]:
+    """Return the number of files of each kind, in the bundle or made again."""
     return Counter(map(kind_of, {name for name in said if name.partition("/")[0] in MADE} | set(sums_of(out))))
 
 
@@ -290,6 +299,7 @@ def flipped(theirs: dict[tuple[str, str], str], ours: dict[tuple[str, str], str]
 
 
 def verdicts(path: Path) -> dict[tuple[str, str], str]:
+    """Return the verdicts of a claims.csv by claim and lane. Raises ValueError if it cannot be read."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return {(line["claim_id"], line["lane"]): line["verdict"] for line in csv.DictReader(file)}
@@ -363,12 +373,14 @@ def reason_of(error: BaseException) -> str:
 
 
 def line(good: bool, text: str, wrong: list[str]) -> None:
+    """Print whether a check is good and, if not, the first three things that are wrong."""
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     said = text + (f": {'; '.join(wrong[:3])}{more}" if wrong else "")
     print(f"{'ok  ' if good else 'FAIL'}  {printable(said)}", flush=True)
 
 
 def note(text: str) -> None:
+    """Print a line that decides nothing."""
     print(f"note  {printable(text)}", flush=True)
 
 

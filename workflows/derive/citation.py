@@ -28,6 +28,7 @@ ABSTRACT = (
 
 
 def project() -> dict[str, Any]:
+    """Return the section `project` of pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -51,11 +52,13 @@ def papers() -> list[dict[str, Any]]:
 
 
 def person(name: str) -> dict[str, str]:
+    """Return a name by its parts, the last word as the family name."""
     given, _, family = name.rpartition(" ")
     return {"family-names": family, "given-names": given}
 
 
 def citation_file() -> str:
+    """Return the text of CITATION.cff."""
     references = []
     for each in papers():
         preprint = each["venue"] in (None, "arXiv")
@@ -87,6 +90,7 @@ def reference(paper: dict[str, Any]) -> str:
 
 
 def zenodo() -> str:
+    """Return the text of .zenodo.json."""
     related = [
         {"identifier": each["doi"], "relation": "isDerivedFrom", "resource_type": "publication-article"}
         for each in papers()
@@ -107,6 +111,8 @@ def zenodo() -> str:
 
 
 def codemeta() -> str:
+    """Return the text of codemeta.json."""
+
     def article(paper: dict[str, Any]) -> dict[str, Any]:
         writers = [
             {"@type": "Person", "givenName": name["given-names"], "familyName": name["family-names"]}

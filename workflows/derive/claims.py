@@ -73,6 +73,7 @@ class Verdict:
 
     @property
     def note(self) -> str:
+        """Reason and history in one text; empty if there are none."""
         return ". ".join(filter(None, (self.reason, self.history)))
 
 
@@ -132,6 +133,8 @@ class Computation:
         self.testbeds: list[str] = []
 
     def value(self) -> float:
+        """Return the value, joined over the column of `over` if there is one. Raises Missing, NoResult, or TableError
+        for an invalid claim."""
         over = self.claim.get("over")
         if over is None:
             return self._once({})
@@ -154,6 +157,7 @@ class Computation:
         return names[0] if column == "x_value" and names else column
 
     def _once(self, fixed: dict[str, Any]) -> float:
+        """Compute the claim's operation, with the cells in `fixed` added to its selectors."""
         compute = self.claim["compute"]
         number = {name: self._operand(compute[name], fixed) for name in compute if name != "operation"}
         match compute["operation"]:
@@ -170,10 +174,13 @@ class Computation:
         raise tidy.TableError(f"claims: {self.claim['id']}: unknown operation {compute['operation']!r}")
 
     def _operand(self, selectors: Any, fixed: dict[str, Any]) -> float:
+        """Return the sum of the rows that the selectors choose."""
         several = selectors if isinstance(selectors, list) else [selectors]
         return sum(self._number({**selector, **fixed}) for selector in several)
 
     def _number(self, selector: dict[str, Any]) -> float:
+        """Return the number of one row, and note its testbed; times k^2 if the claim scales a twin. Raises Missing or
+        NoResult."""
         try:
             found = select(self.rows, selector)
         except Missing:
@@ -200,6 +207,7 @@ def expected_ends(claim: dict[str, Any], lane: dict[str, Any]) -> tuple[float, f
 
 
 def with_unit(number: str, unit: str) -> str:
+    """Return a number with its unit, or alone if it has none."""
     return f"{number} {unit}".rstrip()
 
 
@@ -263,6 +271,7 @@ def meets(group: dict[str, Any], key: str, read: Collection[str]) -> bool:
 
 
 def found_how(each: Calibration) -> str:
+    """Return in words where a constant comes from: solved from exhibits, assumed, or from a source."""
     if each.solved_from:
         places = dict.fromkeys(row.partition(":")[0].partition("-")[2] for row in each.solved_from)
         return f"solved from {', '.join(places)}"
@@ -391,6 +400,7 @@ def read_verdicts(path: Path) -> list[Verdict]:
 
 
 def write(verdicts: list[Verdict], out: Path) -> None:
+    """Write claims.csv."""
     tidy.write_table([asdict(v) for v in verdicts], out, [f.name for f in fields(Verdict)])
 
 

@@ -30,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def draw(record: dict[str, Any], target: Path) -> None:
+    """Draw the three panels of a record of `workflows.run.flagship` into the file `target`."""
     figure, (memory, loss, seconds) = style.canvas(3, 1, (11.0, 3.4), [1.0, 1.35, 1.0])
     draw_memory(memory, record)
     draw_loss(loss, record)
@@ -55,6 +56,7 @@ def published_gib(model: str) -> dict[str, float]:
 
 
 def draw_memory(axis: Axes, record: dict[str, Any]) -> None:
+    """Draw the host peak of the run next to the published peaks of the same model."""
     ours = record["summary"]["host_peak_bytes"] / _GIB
     published = published_gib(record["points_requested"]["model"])
     bars = [*((name, value, "published") for name, value in published.items()), ("this run", ours, "measured")]
@@ -68,6 +70,7 @@ def draw_memory(axis: Axes, record: dict[str, Any]) -> None:
 
 
 def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
+    """Draw the losses by step, the evaluations, and the instants of the kills."""
     steps, evaluations = record["points"]["steps"], record["points"]["evaluations"]
     axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color=style.PALETTE["blue"], linewidth=1.4)
     first = steps[0]["step"], steps[0]["loss"]
@@ -85,6 +88,7 @@ def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
 
 
 def draw_seconds(axis: Axes, record: dict[str, Any]) -> None:
+    """Draw the median step, with quartiles, next to its two lower bounds."""
     summary = record["summary"]
     steps = [step["seconds"] for step in record["points"]["steps"][1:] if step["seconds"] is not None]
     rows = {

@@ -46,6 +46,7 @@ def draw(record: dict[str, Any]) -> Figure:
 
 
 def _errors(axis: Axes, rows: list[dict[str, Any]], runs: list[tuple[str, str]]) -> None:
+    """Draw the errors of each system, a mark per phase."""
     axis.axvspan(-WITHIN, WITHIN, color=style.PALETTE["light"], alpha=0.5, linewidth=0)
     axis.axvline(0, color=style.FAINT, linewidth=0.8)
     for number, (phase, (mark, colour)) in enumerate(MARKS.items()):
@@ -61,6 +62,7 @@ def _errors(axis: Axes, rows: list[dict[str, Any]], runs: list[tuple[str, str]])
 
 
 def _share(axis: Axes, record: dict[str, Any], what: str, colour: str) -> None:
+    """Draw the share of phases or steps (`what`) whose error is at most x."""
     sizes = sorted(abs(row["error_percent"]) for row in record["rows"] if (row["phase"] == "step") == (what == "steps"))
     spread = record[what]
     words = f"{len(sizes)} {what}: half within {spread['half_within_percent']:.0f} %,\nnine of ten within "

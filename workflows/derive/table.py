@@ -21,6 +21,7 @@ from workflows.records import RUN_COLUMNS, apart, load, run_summary
 
 
 def paper_of(exhibit: str) -> str:
+    """Return the id of an exhibit's paper."""
     return exhibit.rpartition("-")[0]
 
 

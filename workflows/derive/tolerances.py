@@ -29,6 +29,7 @@ class Tolerance:
     absolute: float = 0
 
     def margin(self, end: float) -> float:
+        """Return the amount by which an end of the expectation may be missed; 0 for an open end."""
         return 0 if math.isinf(end) else max(abs(end) * self.relative_percent / 100, self.absolute)
 
     def widened(self, low: float, high: float) -> tuple[float, float]:
@@ -52,6 +53,7 @@ class Tolerance:
 
 
 def points(amount: float) -> str:
+    """Return an amount of percentage points in words."""
     return f"{amount:g} {'point' if amount == 1 else 'points'}"
 
 
@@ -97,11 +99,13 @@ def printed(claim: dict[str, Any]) -> list[str]:
 
 
 def decimals(number: str) -> int:
+    """Return the number of digits after the point."""
     return len(number.partition(".")[2])
 
 
 @cache
 def _moved() -> dict[tuple[str, str], str]:
+    """Return how each changed tolerance was changed, by claim and lane."""
     with HISTORY.open(encoding="utf-8", newline="") as file:
         return {
             (row["claim_id"], row["lane"]): f"tolerance {row['before']} until {row['at']}, then {row['after']}"

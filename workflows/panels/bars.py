@@ -82,6 +82,7 @@ def bars_of(table: pd.DataFrame, within: str | None, panel: dict[str, Any]) -> l
 
 
 def value_text(height: float, panel: dict[str, Any]) -> str:
+    """Return the number above a bar, by the panel's format or with its decimals."""
     if "form" in panel:
         return panel["form"].format(height)
     decimals = panel.get("decimals", 1) if height < 100 or not panel.get("log") else 0
@@ -108,6 +109,7 @@ def outlined(axis: Axes, panel: dict[str, Any], names: list[str]) -> list[tuple[
 
 
 def scale(axis: Axes, panel: dict[str, Any]) -> None:
+    """Set the value axis: logarithmic with few labels, or from zero with space above the bars."""
     if panel.get("log"):
         axis.set_yscale("log")
         heights = [bar.get_height() for bar in axis.patches]

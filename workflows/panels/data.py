@@ -110,6 +110,7 @@ def words(row: pd.Series, panel: dict[str, Any], number: float | None = None) ->
 
 
 def plain(number: float) -> str:
+    """Return a number with four significant digits, or from 1000 on with all digits of its whole part."""
     return f"{number:,.2f}".rstrip("0").rstrip(".") if abs(number) >= 1000 else f"{number:.4g}"
 
 
@@ -131,5 +132,6 @@ def ordered(found: Any, order: list[str]) -> list[str]:
 
 
 def lanes_of(data: pd.DataFrame) -> list[str]:
+    """Return the lanes that have rows, in the order in which they are drawn."""
     present = set(data["lane"])
     return [lane for lane in LANES if lane in present]

@@ -80,6 +80,8 @@ def look(series: str, lane: str, panel: dict[str, Any], ranks: int = 1) -> dict[
 def one_line(
     axis: Axes, line: pd.DataFrame, who: tuple[str, str, int], panel: dict[str, Any], whole: pd.DataFrame
 ) -> None:
+    """Draw one series in one lane, with what the panel adds: a band between quartiles, values, or a line to measured
+    points."""
     series, lane, ranks = who
     kind = look(series, lane, panel, ranks)
     if panel.get("step"):

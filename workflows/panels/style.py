@@ -107,10 +107,12 @@ def canvas(
 
 
 def colour_patch(fill: str, label: str) -> Patch:
+    """Return the legend entry of a colour."""
     return Patch(facecolor=fill, edgecolor=fill, label=label)
 
 
 def lane_patch(lane: str) -> Patch:
+    """Return the legend entry of a lane."""
     return Patch(label=LANE_TEXT[lane], **surface(lane, "#555555"))
 
 

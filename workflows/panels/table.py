@@ -166,8 +166,10 @@ def draw(axis: Axes, table: pd.DataFrame, panel: dict[str, Any]) -> list[tuple[s
 
 
 def wrapped(text: str, characters: int) -> str:
+    """Return text with lines of at most this many characters; its own line ends stay."""
     return "\n".join(line for part in text.split("\n") for line in (textwrap.wrap(part, characters) or [""]))
 
 
 def rule(axis: Axes, y: float, width: float, weight: float) -> None:
+    """Draw a horizontal line from 0 to `width` at height `y`; `weight` is its thickness in points."""
     axis.plot([0, width], [y, y], color=style.INK, linewidth=weight, clip_on=False)

@@ -80,6 +80,8 @@ def closure(wanted: Iterable[str]) -> set[str]:
 
 
 def required_by(name: str, extras: Iterable[str]) -> Iterator[Requirement]:
+    """Yield what an installed package requires here, with some of its extras. Raises ValueError if it is not
+    installed."""
     try:
         words = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
@@ -142,6 +144,7 @@ def texts() -> dict[str, str]:
 
 
 def canonical(pin: str) -> str:
+    """Return a pin with the canonical name of its package."""
     name, _, version = pin.partition("==")
     return f"{canonicalize_name(name)}=={version}"
 

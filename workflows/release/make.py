@@ -109,11 +109,13 @@ def use(programs: Path, empty: Path, version: str) -> None:
 
 
 def expect(true: bool, what: str, said: str = "") -> None:
+    """Raise ValueError, with the end of the output `said`, unless `true`."""
     if not true:
         raise ValueError(f"this does not hold: {what}" + (f": {' '.join(said.split())[-300:]}" if said else ""))
 
 
 def release(out: Path) -> None:
+    """Build and try the release; the files are left in `out`. Raises ValueError for the first thing that is wrong."""
     changed = run(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]).splitlines()
     if changed:
         print(f"note  {len(changed)} files differ from the commit, which is what is built")

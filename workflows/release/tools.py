@@ -43,6 +43,7 @@ def install_torch(python: Path) -> None:
 
 
 def cpu_build() -> list[str]:
+    """Return pip's options for the CPU build of torch; none with a GPU, or if its index cannot be reached."""
     asks = ["nvidia-smi", "-L"]
     if shutil.which(asks[0]) and not subprocess.run(asks, capture_output=True, check=False).returncode:
         return []
@@ -54,6 +55,7 @@ def cpu_build() -> list[str]:
 
 
 def pip(python: Path, *words: str) -> None:
+    """Run pip of that interpreter. Raises ValueError if it fails."""
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *words]
     run(command, env=clean(python.parent))
 

@@ -65,6 +65,7 @@ def collect_scratch(parent: Path) -> list[Path]:
 
 
 def _held(folder: Path) -> bool:
+    """Return whether a scratch folder is in use by a process that is alive."""
     try:
         with (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -173,6 +173,7 @@ def trained(training: Training) -> dict[str, Any]:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that belong in the record."""
     return {key: value for key, value in vars(args).items() if key not in ("folder", "out", "run_id")}
 
 
@@ -212,6 +213,8 @@ def summary(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spoken(steps: list[dict[str, Any]]) -> str:
+    """Return losses and seconds of steps as text."""
+
     def took(seconds: float | None) -> str:
         return "" if seconds is None else f" in {seconds:.1f} s"
 
@@ -233,6 +236,7 @@ class Training:
         return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "step"]
 
     def evaluations(self) -> list[dict[str, Any]]:
+        """Return the rows of evaluations so far."""
         return [row for row in read_metrics(self.folder / "metrics.jsonl") if row["kind"] == "eval"]
 
     def until(self, step: int) -> dict[str, Any]:
@@ -261,6 +265,7 @@ class Training:
         return calls
 
     def to_the_end(self) -> dict[str, Any]:
+        """Run one call until it ends by itself; return the peaks. Raises OSError if it fails."""
         with self._begun() as (process, group):
             while process.poll() is None:
                 time.sleep(_POLL_S)
@@ -309,6 +314,7 @@ class Training:
             group.remove()
 
     def _command(self) -> list[str]:
+        """Return the command of the next call: a new run, or one that resumes."""
         train = [sys.executable, "-m", "memascend.cli", "train", "--output", str(self.folder)]
         if (self.folder / "config.yaml").exists():
             return [*train, "--resume"]
@@ -336,12 +342,14 @@ class Training:
         return [*train, *named, "--data", *(str(library / name) for name in _TEXT)]
 
     def _killed(self, process: subprocess.Popen[bytes], group: MemoryGroup) -> dict[str, Any]:
+        """Kill a call at once; return its peaks. Raises OSError if it has ended by itself."""
         self._require_running(process)
         group.kill()
         process.wait()
         return self._call(group, killed=True)
 
     def _call(self, group: MemoryGroup, *, killed: bool) -> dict[str, Any]:
+        """Return the peaks of memory of a call that has ended."""
         peaks = [step["host_peak_bytes"] or 0 for step in self.steps()]
         return {"killed": killed, "group_peak_bytes": group.peak_bytes, "host_peak_bytes": max(peaks, default=0)}
 
@@ -413,6 +421,7 @@ def product_seconds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _seconds(product: Any) -> float:
+    """Return the median seconds of a product, after one that is not timed."""
     product()
     times = []
     for _ in range(_REPEATS):

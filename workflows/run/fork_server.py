@@ -58,6 +58,7 @@ class ForkedRun:
         self.pid = int(pid)
 
     def poll(self) -> int | None:
+        """Return the exit status, or None while the run goes on."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -107,6 +108,7 @@ class Server:
                     self._ready.unregister(key.fileobj)
 
     def _fork(self, connection: socket.socket) -> None:
+        """Receive a request and fork a process for it; the requester gets its pid."""
         header, descriptors, *_ = socket.recv_fds(connection, _LENGTH.size, 16)
         try:
             with connection.makefile("rb") as stream:
@@ -130,6 +132,7 @@ class Server:
         connection.sendall(f"{pid}\n".encode())
 
     def _become_the_run(self, request: Request, descriptors: list[int], connection: socket.socket) -> None:
+        """Do the requested run in the forked process, which then exits; it never returns."""
         try:
             with contextlib.suppress(PermissionError):
                 os.setsid()

@@ -104,6 +104,7 @@ def measured(case: str, k: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _under_deepspeed(system: str, arm: str, model: str, k: int, place: Path, limit: float) -> dict[str, Any]:
+    """Run a case on a system of DeepSpeed; return the host's peak net of its baseline, in bytes."""
     out = place / "run.json"
     command = [sys.executable, "-m", "workflows.run.training", "--run-id", "run", "--out", str(out)]
     command += ["--system", system, "--arm", arm, "--model", model, "--k", str(k), "--dtype", "bf16"]
@@ -118,6 +119,7 @@ def _under_deepspeed(system: str, arm: str, model: str, k: int, place: Path, lim
 
 
 def _trained(system: str, arm: str, model: str, k: int, place: Path, limit: float) -> dict[str, Any]:
+    """Run a case with `memascend train`; return the bytes of the ledger's buffers."""
     folder, text = place / "run", place / "text"
     text.mkdir()
     for name in ("argparse.py", "inspect.py", "typing.py"):
@@ -138,6 +140,7 @@ def _trained(system: str, arm: str, model: str, k: int, place: Path, limit: floa
 
 
 def _run(command: list[str], limit: float | None = None) -> None:
+    """Run a command. Raises ValueError, with the end of its errors, if it fails or exceeds the limit in seconds."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired:

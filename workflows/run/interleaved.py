@@ -90,6 +90,7 @@ class Arm:
     def start(
         self, twin: Any, work: Path, threads: int, device: str, matmul: str, *, record_step: bool = False, **more: Any
     ) -> None:
+        """Start the processes of all ranks; each of them waits for requests once it is ready."""
         self.work, self.port = work, processes.free_port()
         threads = max(1, threads // self.ranks)
         settings = {"threads": threads, "mode": "time", "dtype": self.dtype, "device": device, "matmul": matmul, **more}
@@ -119,6 +120,7 @@ class Arm:
         return here | ({"environment": self.environment} if self.environment else {})
 
     def wait_until_ready(self, deadline: float) -> None:
+        """Wait until every rank has built its model. Raises as `wait_lines` does."""
         self.deepspeed = self.wait_lines(deadline)[0].split()[1]
 
     def wait_lines(self, deadline: float) -> list[str]:
@@ -134,6 +136,7 @@ class Arm:
         return lines
 
     def step(self, point: Sequence[int], deadline: float) -> dict[str, Any]:
+        """Take one step at a point on every rank; return the combined measurements. Raises as `wait_lines` does."""
         for turns in self.turns:
             turns.write(f"{' '.join(map(str, point))}\n")
         return of_ranks([json.loads(line) for line in self.wait_lines(deadline)])
@@ -240,6 +243,7 @@ def turns_requested(args: argparse.Namespace, spec: Any) -> dict[str, Any]:
 
 
 def of_turns(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that the options of such a program have in common."""
     fields = {name: getattr(args, name) for name in ("model", "rounds", "device", "matmul")}
     return fields | {"time_limit_s": args.time_limit}
 
@@ -259,6 +263,7 @@ def write(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the arms in turn and write the record; return the exit status. A time-out is a record, a crash is none."""
     twin = model_spec(args.model).twin(args.k)
     points = [point(text) for text in args.points]
     children.require_device(args.device)

@@ -187,6 +187,8 @@ def _run(args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -
 
 
 class _Training:
+    """One run: the model in bf16, and its parameters and states in the format that is compared."""
+
     def __init__(self, args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> None:
         self.args, self.states, self.seed, self.step = args, states, seed, 0
         held = EVALUATED * args.context + 1
@@ -204,6 +206,7 @@ class _Training:
         self.result |= {"losses": [], "evaluated": [], "evaluated_after": []}
 
     def advance(self, step: int) -> None:
+        """Take step number `step`, counted from 1."""
         began = time.monotonic()
         draws = np.random.Generator(np.random.PCG64([self.seed, step]))
         first = draws.integers(0, len(self.train) - self.args.context, self.args.batch)
@@ -226,6 +229,7 @@ class _Training:
 
     @torch.no_grad()
     def evaluate(self) -> None:
+        """Append the mean loss over the held-out sequences to the result."""
         size = self.args.context
         rows = np.stack([self.held[i * size : (i + 1) * size + 1] for i in range(EVALUATED)])
         parts = np.array_split(rows, math.ceil(EVALUATED / self.args.batch))
@@ -234,17 +238,21 @@ class _Training:
         self.result["evaluated_after"].append(self.step)
 
     def saved(self) -> dict[str, Any]:
+        """Return all that a checkpoint of the run needs."""
         return {"step": self.step, "kept": self.kept, "result": self.result}
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Restore what `saved` returned."""
         self.step, self.kept, self.result = saved["step"], saved["kept"], saved["result"]
         self._give_weights()
 
     def _lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
         warm = max(1, self.args.steps // 20)
         return self.args.lr * min(1, step / warm) * (0.55 + 0.45 * math.cos(math.pi * step / self.args.steps))
 
     def _loss(self, rows: np.ndarray) -> torch.Tensor:
+        """Return the mean loss of sequences, given as rows with one token more than the context."""
         ids = torch.from_numpy(rows.astype(np.int64)).to(self.args.device)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.compute == "bf16"):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -281,6 +289,7 @@ def _numbered(kept: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _model(size: Size, seed: int) -> torch.nn.Module:
+    """Return the initial model, which depends on size and seed only."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = size.width // size.head

@@ -63,6 +63,7 @@ def requested(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def paths_requested(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields about the paths that follow from the command line alone."""
     fields = {"rates": args.rates, "duplex": not args.simplex, "ranks": args.ranks}
     return fields | {"points_requested": [list(each) for each in points_of(args)]}
 
@@ -114,6 +115,7 @@ def predicted(args: argparse.Namespace, arms: list[Arm], twin: ModelSpec) -> lis
 
 
 def points_of(args: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Return the points: (tokens, sequences), each with the accumulated batches if some are given."""
     at = point(args.points[0])
     return [(*at, batches) for batches in args.accumulate] or [at]
 
@@ -144,6 +146,7 @@ def places(args: argparse.Namespace, size: int) -> Iterator[tuple[list[Path], di
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure or simulate the arms, and write the record; return the exit status."""
     twin = spec("mlpoffload", args.model).twin(args.k)
     parameters = sum(tensor.numel for tensor in twin.tensors())
     deadline = time.monotonic() + args.time_limit

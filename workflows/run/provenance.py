@@ -41,11 +41,13 @@ def record_key(record: dict[str, Any]) -> str:
 
 
 def digest_of(value: Any) -> str:
+    """Return the SHA-256 of a value's JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def host() -> dict[str, Any]:
+    """Return the properties of this machine that a record states."""
     named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = named[0].split(":", 1)[1].strip() if named else platform.machine()
     memory = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal")]
@@ -61,6 +63,7 @@ def host() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
+    """Return git's output, or an empty string if it fails (an installation without a checkout)."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 

@@ -167,6 +167,7 @@ def against(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Tune the twin to the testbed, measure the arms, and write the record; return the exit status."""
     require_cpu_share(args.cpu_share)
     where = machine_from_testbed(load_testbed(args.testbed))
     twin = model_spec(args.model).twin(args.k)
@@ -190,6 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text_of(twin: dict[str, Any]) -> str:
+    """Return the ratios aimed at and reached, and each arm's comparison with the first, as text."""
     lines = [f"{twin['testbed']}: device : SSD : host, host = 1"]
     for name in ("aimed", "reached"):
         lines.append(f"  {name:<8}" + " : ".join(f"{twin[f'{name}_ratio'][each]:.2f}" for each in RESOURCES))

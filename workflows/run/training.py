@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the experiment and write its record; return the exit status: 0 also for a record without a result."""
     system = load_system(args.system, args.arm)
     spec = RunSpec(**{f: getattr(args, f) for f in RunSpec.__dataclass_fields__})
     twin = model_spec(args.model).twin(args.k) if args.k > 1 else model_spec(args.model)
@@ -146,6 +147,7 @@ def requested(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parameters_of(spec: Any, k: int) -> int:
+    """Return the number of parameters of a model divided by k."""
     return sum(tensor.numel for tensor in (spec.twin(k) if k > 1 else spec).tensors())
 
 
@@ -174,6 +176,7 @@ def sizes_of(twin: Any, ranks: int) -> Sizes:
 
 
 def require_space(swap: Path, parameters: int) -> None:
+    """Create the swap folder. Raises ValueError, with the fix, if it has other files or too little free space."""
     if swap.exists() and {p.name for p in swap.iterdir()} - {"zero_stage_3"}:
         raise ValueError(f"{swap} holds files that are not swap files; move them, or name another folder with --nvme")
     try:
@@ -229,6 +232,7 @@ def job_of(twin: Any, parts: dict[str, str], config: dict[str, Any], **settings:
 def _train(
     args: argparse.Namespace, twin: Any, parts: dict[str, str], config: dict[str, Any], work: Path
 ) -> dict[str, Any]:
+    """Run the ranks to their end; return status, samples, results and logs."""
     threads = max(1, len(os.sched_getaffinity(0)) // args.ranks)
     settings = {name: getattr(args, name) for name in SETTINGS} | {"threads": threads}
     settings |= {"points": list(map(point, args.points)), "stacks": list(map(stack, args.stacks))}
@@ -291,6 +295,7 @@ def _watch(ranks: list[children.Run], deadline: float, fine: bool) -> tuple[list
 def _record(
     args: argparse.Namespace, twin: Any, system: Any, config: dict[str, Any], outcome: dict[str, Any]
 ) -> dict[str, Any]:
+    """Write the record of a run that did not crash, and return it."""
     parameters = sum(tensor.numel for tensor in twin.tensors())
     fields = {name: value for name, value in requested(args).items() if value is not None} | {
         "status": outcome["status"],
@@ -309,6 +314,7 @@ def _record(
 
 
 def _results(args: argparse.Namespace, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return the record's fields from the results of a run that was ok."""
     first = outcome["results"][0]
     fields: dict[str, Any] = {name: first[name] for name in COUNTED} | {
         "loss_checksum": provenance.digest_of(first["losses"]),

@@ -143,12 +143,14 @@ def smaller_models(folder: Path, paths: list[Path], run: Run, point: Point, when
 
 
 def paths_of(drive: str) -> list[dict[str, Any]]:
+    """Return the paths with the rates of a drive."""
     return [
         path | {key: DRIVES[drive] * float(path[key]) for key in ("read_gb_per_s", "write_gb_per_s")} for path in PATHS
     ]
 
 
 def drives_of(run: Run) -> list[str]:
+    """Return the names of the drives that a run is measured on."""
     return [*DRIVES][:1] if run in IN_MEMORY else [*DRIVES]
 
 
@@ -241,6 +243,7 @@ def adamw_rate() -> float:
 
 
 def steps_of(folder: Path, run: Run, point: Point, called: str) -> list[StepOf]:
+    """Return the summaries of the traced steps."""
     return [step_of_trace(*read_trace(trace)) for trace in traces_of(folder, run, point, called)]
 
 
@@ -319,6 +322,7 @@ def block_flops_per_s(point: Point, host: dict[str, dict[str, float]]) -> float:
 
 
 def simulated(found: dict[str, Any], run: Run, point: Point, drive: str, host: dict[str, dict[str, float]]) -> StepTime:
+    """Simulate a step of a run on this machine, with the thread's seconds from the smaller models (`host`)."""
     k, context, _ = point
     paths = paths_of(drive)
     storage: dict[str, Any] = {
@@ -469,6 +473,7 @@ def _distribution(errors: list[float]) -> dict[str, float]:
 
 
 def as_text(record: dict[str, Any]) -> str:
+    """Return a line for each judged phase, and the distributions of the errors."""
     lines = [f"{'':<60}{'simulated':>10}{'measured':>10}{'error':>8}"]
     for row in record["rows"]:
         name = (

@@ -69,6 +69,7 @@ class IoCounters:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.wait()
 
     def count(self, *, read: bool, nbytes: int) -> None:
+        """Count one transfer of ``nbytes`` as it is submitted."""
         if read:
             self.bytes_read += nbytes
             self.reads += 1
@@ -77,6 +78,7 @@ class IoCounters:
             self.writes += 1
 
     def reset(self) -> None:
+        """Set all counters to zero."""
         self.bytes_read = self.bytes_written = self.reads = self.writes = self.realigned_reads = 0
 
 
@@ -124,6 +126,8 @@ class PinHandle:
         self._allocator = allocator
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return a page-locked tensor of ``num_elem`` elements (1-D, the dtype of ``example_tensor``). The ledger names
+        the DeepSpeed function that requests it as its owner; swap buffers are also registered."""
         if num_elem == 0:  # the swapper's own pool, which our pool replaces
             return torch.empty(0, dtype=example_tensor.dtype)
         owner = calling_owner()
@@ -136,9 +140,11 @@ class PinHandle:
         """Do nothing: a handle without transfers needs no registration."""
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is one of our buffers. Its memory is freed with its last view, not here."""
         return is_pinned(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Return whether ``buffer`` is in memory that our allocators have pinned, views included."""
         return is_pinned(buffer)
 
 
@@ -194,6 +200,7 @@ class AioHandle(PinHandle):
             self._store.register(tensor, self._user)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Unregister ``tensor`` from the store, which kept it alive; return whether it is one of our buffers."""
         if self._store is not None:
             self._store.unregister(tensor)
         return super().free_cpu_locked_tensor(tensor)
@@ -214,9 +221,12 @@ class AioHandle(PinHandle):
         return self._asked[4]
 
     def get_alignment(self) -> int:
+        """Return DeepNVMe's alignment in bytes, to which DeepSpeed pads its tensors; our engines need none."""
         return self._asked[4] * _DIRECT_IO_ALIGNMENT
 
     def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """Start to fill ``buffer`` (contiguous, on the CPU) from byte ``file_offset`` of a file or a tensor of the
+        store. Returns 0; an error of the transfer is raised by :meth:`wait`."""
         self._counters.count(read=True, nbytes=buffer.nbytes)
         path = _path(filename)
         if self._store is not None and self._store.holds(path):
@@ -231,6 +241,8 @@ class AioHandle(PinHandle):
     def async_pwrite(
         self, buffer: torch.Tensor, filename: str | int | None = None, file_offset: int = 0, *, fd: int | None = None
     ) -> int:
+        """Start to write ``buffer`` (contiguous, on the CPU) at byte ``file_offset``; the file is named or given as
+        ``fd``. The buffer must stay unchanged until :meth:`wait`. Returns 0."""
         path = _path(filename, fd)
         self._counters.count(read=False, nbytes=buffer.nbytes)
         if self._store is not None and self._store.holds(path):
@@ -282,35 +294,44 @@ class AioHandle(PinHandle):
         return len(requests) + in_files
 
     def _file_engine(self) -> FileEngine:
+        """Return the engine for paths outside of the store; its threads start with the first such request."""
         if self._files is None:
             self._files = FileEngine(threads=self._io.workers, block_bytes=self._io.block_bytes)
         return self._files
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """Do :meth:`async_pread` and wait for all requests of this handle; return how many have ended."""
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """Do :meth:`async_pwrite` and wait for all requests of this handle; return how many have ended."""
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
     def pread(
         self, buffer: torch.Tensor, filename: str | int, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
+        """Do :meth:`async_pread` or :meth:`sync_pread`. ``validate`` has no effect, because every completion is
+        checked."""
         self.async_pread(buffer, filename, file_offset)
         return 0 if asynchronous else self.wait()
 
     def pwrite(
         self, buffer: torch.Tensor, filename: str | int, validate: bool, asynchronous: bool, file_offset: int = 0
     ) -> int:
+        """Do :meth:`async_pwrite` or :meth:`sync_pwrite`. ``validate`` has no effect, because every completion is
+        checked."""
         self.async_pwrite(buffer, filename, file_offset)
         return 0 if asynchronous else self.wait()
 
     def read(self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0) -> int:
+        """Do :meth:`sync_pread` and return 0, as DeepNVMe's ``read`` does."""
         self.sync_pread(buffer, filename, file_offset)
         return 0
 
     def write(self, buffer: torch.Tensor, filename: str | int, validate: bool = False, file_offset: int = 0) -> int:
+        """Do :meth:`sync_pwrite` and return 0, as DeepNVMe's ``write`` does."""
         self.sync_pwrite(buffer, filename, file_offset)
         return 0
 
@@ -347,6 +368,8 @@ class MeteredAioHandle:
             self._traced.append((_named(str(file)), resource, recorder.now(), buffer.nbytes, recorder.current_phase))
 
     def async_pread(self, buffer: torch.Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """Start DeepNVMe's read, into an aligned buffer first if the address or the length of ``buffer`` is
+        unaligned."""
         self._counters.count(read=True, nbytes=buffer.nbytes)
         self._begun(READ, buffer, filename)
         if buffer.data_ptr() % _DIRECT_IO_ALIGNMENT == 0 and buffer.nbytes % _DIRECT_IO_ALIGNMENT == 0:
@@ -359,11 +382,13 @@ class MeteredAioHandle:
         return self._stock.async_pread(aligned, filename, file_offset)
 
     def async_pwrite(self, buffer: torch.Tensor, *file: Any, **options: Any) -> int:
+        """Count and start DeepNVMe's write."""
         self._counters.count(read=False, nbytes=buffer.nbytes)
         self._begun(WRITE, buffer, file[0] if file else "")
         return self._stock.async_pwrite(buffer, *file, **options)
 
     def wait(self) -> int:
+        """Wait as DeepNVMe does, then copy realigned reads to their buffers; return how many transfers have ended."""
         with self._counters.waiting():
             count = self._stock.wait()
         traced, self._traced = self._traced, []
@@ -377,6 +402,7 @@ class MeteredAioHandle:
         return count
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return DeepNVMe's tensor, recorded in the ledger with the DeepSpeed function that requests it as owner."""
         owner = calling_owner()
         tensor = self._stock.new_cpu_locked_tensor(num_elem, example_tensor)
         self._entry_by_address[tensor.data_ptr()] = self._ledger.record(
@@ -392,6 +418,7 @@ class MeteredAioHandle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Free the tensor as DeepNVMe does and close its entry in the ledger."""
         entry = self._entry_by_address.pop(tensor.data_ptr(), None)
         if entry is not None:
             self._ledger.close(entry)

@@ -132,16 +132,19 @@ class DerivedSettings:
 
     @property
     def _optimizer_buffers(self) -> int:
+        """Swap buffers that the update of one sub-group or, with several paths, the cache of sub-groups needs."""
         if not self._tiers:
             return optimizer_buffers(self._optimizer, self._swaps_gradients)
         return cached_sub_group_buffers(self._swaps_gradients, cached_sub_groups_for(len(self._tiers)))
 
     @property
     def _state_bytes(self) -> int:
+        """Bytes of one element of the optimizer states: 2 with bf16 states, otherwise 4."""
         section = self._ds_config.get("bf16") or self._ds_config.get("bfloat16") or {}
         return 2 if section.get("bf16_optimizer_states") else 4
 
     def _set(self, config: Any, name: str, value: int) -> None:
+        """Set a field of DeepSpeed's frozen ``config`` object and note it in ``chosen``."""
         object.__setattr__(config, name, value)
         self.chosen[name] = value
 

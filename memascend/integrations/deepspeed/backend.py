@@ -75,6 +75,8 @@ class DeepSpeedBackend:
         deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
 
     def build(self, source: Path | dict[str, Any]) -> None:
+        """Enable the parts, build the model of `source` under zero.Init, apply the memory options and make the
+        engine."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -137,6 +139,7 @@ class DeepSpeedBackend:
         return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
 
     def kept_step(self) -> int | None:
+        """Return None: between checkpoints DeepSpeed keeps nothing from which a run could go on."""
         return None
 
     def keep(self, facts: dict[str, Any]) -> None:
@@ -162,6 +165,7 @@ class DeepSpeedBackend:
         }
 
     def close(self) -> None:
+        """Restore what `build` replaced and close the swap store, which removes its files."""
         self._undo_products()
         self._options.undo()
         if self._enabled.store is not None:
@@ -174,6 +178,8 @@ class DeepSpeedBackend:
         return layouts + [TensorLayout(n, b.dtype, tuple(b.shape)) for n, b in persistent_buffers(self.model)]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every parameter, gathered one at a time and copied to the CPU, and of every
+        buffer."""
         import deepspeed
 
         for name, parameter in self.model.named_parameters():
@@ -205,6 +211,8 @@ class DeepSpeedBackend:
         return layouts
 
     def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of this rank's states, one sub-group in memory at a time. A tensor is valid until the
+        next one is requested. States that `share` puts into the checkpoint without a copy are left out."""
         from .swapped_states import ExactCheckpoints
 
         optimizer = self._engine.optimizer
@@ -241,6 +249,7 @@ class DeepSpeedBackend:
         return len(names)
 
     def state_facts(self) -> dict[str, Any]:
+        """Return the step counts, the loss scaler's state and the partition of the groups; all are JSON."""
         optimizer = self._engine.optimizer
         scaler = vars(optimizer.loss_scaler)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -252,6 +261,7 @@ class DeepSpeedBackend:
         }
 
     def restore(self, reader: TensorFileReader, facts: dict[str, Any]) -> None:
+        """Read masters and moments of this rank from `reader`, swap them out, and restore the counters in `facts`."""
         from .swapped_states import replay_bias_corrections
 
         optimizer, steps = self._engine.optimizer, facts["adam_step"]

@@ -52,6 +52,7 @@ def with_bf16_states(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloads_optimizer(ds_config: dict[str, Any]) -> bool:
+    """Return whether the configuration keeps the optimizer's states in host memory or on NVMe."""
     zero = ds_config.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
     return isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")

@@ -68,6 +68,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         self._advance()
 
     def end_update(self) -> None:
+        """End the update's order and raise the first error of a transfer. Writes may still be in flight."""
         with self._lock:
             self._order = []
         self._free_gradient_buffer()
@@ -103,6 +104,9 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
     # -- DeepSpeed's calls ---------------------------------------------------------------------------------------------
 
     def swap_in_optimizer_state(self, parameter: Any, async_parameter: Any = None) -> None:
+        """Give ``parameter`` the buffers of its slot, filled with its states and its gradient, and read ahead. Outside
+        of an update the gradients still being written out are completed first. Raises StorageError, also that of an
+        earlier write."""
         info = self._get_param_swap_info(parameter)
         if info is None:
             return
@@ -136,6 +140,8 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         return [buffer.narrow(0, 0, numel) for buffer in self._cached[info.param_id].buffers[1:]]
 
     def swap_out_optimizer_state(self, parameter: Any, async_swap: bool = False) -> None:
+        """Mark the sub-group as modified and begin to write it out, unless it is among the last of an update, which
+        stay in memory. Outside of an update the write has ended on return."""
         info = self._get_param_swap_info(parameter)
         if info is None:
             return
@@ -164,6 +170,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
     def writeback_optimizer_state_and_gradients(
         self, parameter: Any, write_opt_state: bool, write_gradients: bool
     ) -> None:
+        """Store what the caller changed in a sub-group that is swapped in; states that were only read are released."""
         info = self._get_param_swap_info(parameter)
         if info is None:
             return
@@ -175,6 +182,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self.release_swap_buffers(parameter)
 
     def purge_state(self) -> None:
+        """Write out modified sub-groups and free all slots, then do as DeepSpeed."""
         self.settle()
         super().purge_state()
 
@@ -228,6 +236,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._release(last)
 
     def _index(self, parameter: Any) -> int:
+        """Return the position of ``parameter`` in the order of the update (`_index_of_id`)."""
         return self._index_of_id(self.parameter_id(parameter))
 
     def _index_of_id(self, identity: Any) -> int:
@@ -295,6 +304,8 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
         slot.writing.add_done_callback(lambda end: self._written(slot, end))
 
     def _written(self, slot: SubGroupSlot, end: Completion) -> None:
+        """Free the slot of a finished write, once, and read ahead into it. Called by any thread; keeps an error for
+        later."""
         with self._lock:
             if slot.writing is not end:
                 return
@@ -308,6 +319,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._failure = self._failure or error
 
     def _wait_written(self, slot: SubGroupSlot) -> None:
+        """Wait until the write of a slot has ended, without raising its error."""
         writing = slot.writing
         if writing is not None:
             with contextlib.suppress(Exception):  # `_written` keeps it as the failure
@@ -315,6 +327,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._written(slot, writing)
 
     def _release(self, slot: SubGroupSlot) -> None:
+        """Drop a sub-group from its slot without writing it; the slot is free afterwards."""
         with self._lock:
             slot.info.release_memory()
             self._cached.pop(slot.info.param_id, None)
@@ -322,6 +335,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
                 self._free.append(slot)
 
     def _raise_failure(self) -> None:
+        """Raise, once, the first error of a write or of reading ahead."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -329,6 +343,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
     # -- gradients and moments -----------------------------------------------------------------------------------------
 
     def _bring_gradient(self, info: Any, parameter: Any, slot: SubGroupSlot) -> None:
+        """Set ``parameter.grad`` to a buffer with the swapped gradient and those that were too small to swap."""
         if slot.gradient is not None:
             buffer, there = slot.gradient, slot.gradient_read
         else:
@@ -344,6 +359,7 @@ class CachedSubGroupSwapper(PartitionedOptimizerSwapper):
             self._retrieve_unswapped_grad_partitions(swap_info=info, dest_buffer=parameter.grad)
 
     def _take_back_gradient(self, parameter: Any) -> None:
+        """Detach the gradient's buffer from ``parameter``; during an update the next sub-group uses it again."""
         parameter.grad = None
         if not self._order:
             self._free_gradient_buffer()

@@ -143,6 +143,7 @@ def _load(
 
 
 def _export(engine: Any, tag: str, folder: Path) -> None:
+    """Save this rank's swapped states to ``folder`` and announce the bytes, the way and the time."""
     begun, optimizer = time.monotonic(), engine.optimizer
     copies = not optimizer.settings.prestage_checkpoints
     done = optimizer.export_swapped_states(folder, copies=copies)
@@ -182,6 +183,7 @@ def _require_ranks(engine: Any, folder: Path) -> None:
 
 
 def _rank_folder(engine: Any, checkpoint: Path) -> Path:
+    """Return the folder for the swapped tensors of this rank, where stock DeepSpeed puts them too."""
     from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
@@ -189,6 +191,7 @@ def _rank_folder(engine: Any, checkpoint: Path) -> Path:
 
 
 def _latest(folder: Path) -> str | None:
+    """Return the tag in the file ``latest``, or None without such a file."""
     try:
         return (folder / "latest").read_text().strip() or None
     except FileNotFoundError:
@@ -222,6 +225,7 @@ def _with_frozen_from_nvme(engine: Any) -> contextlib.AbstractContextManager[Non
 
 
 def _with_frozen_to_nvme(engine: Any) -> contextlib.AbstractContextManager[None]:
+    """Load frozen parameters into their partitions on NVMe; stock DeepSpeed can only load those in memory."""
     from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 
     stock = engine.load_module_state_dict
@@ -272,6 +276,7 @@ def _staging(place: Path) -> Path:
 
 
 def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Make the staged checkpoint durable and move it into place; ``latest`` is replaced last."""
     _make_durable(staging)
     for path in staging.iterdir():
         if path.name != Path(tag).parts[0]:  # the script that DeepSpeed puts next to its checkpoints
@@ -313,6 +318,7 @@ def _finish_replacement(place: Path) -> None:
 
 
 def _make_durable(folder: Path) -> None:
+    """Sync every file and folder below ``folder``, contents before the folders that name them."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(parent) / name)

@@ -34,6 +34,7 @@ class Hook:
 
     @property
     def place(self) -> str:
+        """The full dotted name, as errors show it."""
         return f"{self.module}.{self.path}"
 
 
@@ -273,6 +274,7 @@ def has_hooks(hooks: tuple[Hook, ...]) -> bool:
 
 
 def _problem(hook: Hook) -> str | None:
+    """Return, as the end of a sentence, why a hook does not fit this DeepSpeed, or None if it does."""
     try:
         found: Any = importlib.import_module(hook.module)
     except ImportError:

@@ -192,6 +192,8 @@ def _refuse_unknown(section: dict[Any, Any], keywords: dict[str, Any]) -> None:
 
 
 def _check_devices(devices: Any, parts: Parts) -> None:
+    """Raise ValueError, with the fix, for devices that are missing, repeated or unusable, or given without
+    ``direct``."""
     if not isinstance(devices, tuple) or not all(isinstance(device, str) for device in devices):
         raise ValueError(f'"{CONFIG_KEY}.devices" must be a list of paths such as ["/dev/nvme1n1"], got {devices!r}')
     if devices and parts.aio != "direct":
@@ -293,6 +295,7 @@ def _require_numbers(ds_config: dict[str, Any]) -> None:
 
 
 def _require_number(key: str, value: Any, least: int, most: float = math.inf) -> None:
+    """Raise ValueError unless ``value`` is a whole number from ``least`` to ``most``, "auto" or None."""
     if value is None or value == "auto":
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -302,6 +305,7 @@ def _require_number(key: str, value: Any, least: int, most: float = math.inf) ->
 
 
 def _check_offload(key: str, offload: dict[str, Any]) -> None:
+    """Raise ValueError for an unknown device of an offload section or, on NVMe, an unusable ``nvme_path``."""
     device, folder = offload.get("device"), offload.get("nvme_path")
     if device not in (None, "none", "cpu", "nvme"):
         raise ValueError(f"{key}.device: {device!r} is unknown; choose one of none, cpu, nvme")
@@ -315,6 +319,7 @@ def _check_offload(key: str, offload: dict[str, Any]) -> None:
 
 
 def _check_direct(key: str, folder: Any) -> None:
+    """Raise ValueError if the file system of ``folder`` refuses O_DIRECT."""
     if not direct_limits(folder).served:
         raise ValueError(
             f"{key}: the file system of {folder} refuses O_DIRECT, which memascend.require_direct requires: name a "

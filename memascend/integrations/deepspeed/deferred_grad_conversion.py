@@ -96,6 +96,7 @@ class DeferredGradConversion:
         return next((f"{named} is in use" for name, named in others.items() if getattr(self, name, None)), None)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """Note the step's factor, which `_optimizer_step` applies to each converted piece."""
         if self.unconverted_gradient is None:
             super().unscale_and_clip_grads(sub_group_id, total_norm)
             return
@@ -103,6 +104,7 @@ class DeferredGradConversion:
         self._note_scaling(sub_group_id, self._deferred_factor)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
+        """Update the sub-group by DeepSpeed's AdamW, a converted and scaled piece of the gradient at a time."""
         gradient, self.unconverted_gradient = self.unconverted_gradient, None
         if gradient is None:
             super()._optimizer_step(sub_group_id)

@@ -44,12 +44,15 @@ def watch_gathers() -> Callable[[], None]:
 
 
 def _wrap(owner: type, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a method by what ``change`` makes of it; return a function that restores it."""
     stock = getattr(owner, name)
     setattr(owner, name, change(stock))
     return lambda: setattr(owner, name, stock)
 
 
 def _announced(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that makes partitions available, which DeepSpeed calls right before it gathers them."""
+
     def ensure(self: Any, params: Iterable[Any]) -> Any:
         """Mark the parameters as being gathered, so that none of them loses its buffer to another one of them."""
         params = list(params)
@@ -66,6 +69,8 @@ def _announced(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wrap a function that starts copies of the parameters in argument ``place``, so that an event follows them."""
+
     def change(stock: Callable[..., Any]) -> Callable[..., Any]:
         def gather(*args: Any, **kwargs: Any) -> Any:
             out = stock(*args, **kwargs)
@@ -81,6 +86,7 @@ def _noted(place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _note(device: Any, params: Iterable[Any]) -> None:
+    """Record an event on the current stream and hand it to the swapper of each parameter."""
     swapped = [p for p in params if hasattr(getattr(p, "nvme_swapper", None), "gathered")]
     if not swapped:
         return

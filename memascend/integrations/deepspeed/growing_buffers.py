@@ -21,6 +21,7 @@ class GrowingBuffers(SwapBufferManager):
     """
 
     def allocate(self, num_elems: int, count: int, dtype: torch.dtype) -> list[torch.Tensor] | None:
+        """Return ``count`` free buffers, allocating missing ones within the limit; None if there are too few."""
         missing = count - len(self.free_buffer_index)
         if missing > 0 and len(self.all_buffers) + missing <= self.count + self.count // STATES:
             like: Any = torch.empty(0, dtype=self.dtype)

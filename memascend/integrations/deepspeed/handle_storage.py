@@ -21,13 +21,18 @@ class HandleStorage:
         self._path_of = path_of
 
     def read(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> _Batch:
+        """Start to fill ``tensor`` with the one under ``key``; ``priority`` has no effect. Raises RuntimeError if
+        refused."""
         return self._reads.submit(tensor, self._path_of(key))
 
     def write(self, key: Hashable, tensor: torch.Tensor, *, priority: int = 0) -> _Batch:
+        """Start to write ``tensor`` under ``key``; ``priority`` has no effect. Raises RuntimeError if refused."""
         return self._writes.submit(tensor, self._path_of(key))
 
 
 class _Handle:
+    """One handle, and the batch of the transfers in flight on it. Thread-safe."""
+
     def __init__(self, start: Callable[..., int], wait: Callable[[], int]) -> None:
         self._start, self.wait_for_all = start, wait
         self.lock = threading.Lock()
@@ -66,6 +71,7 @@ class _Batch:
         function(self)
 
     def wait(self) -> None:
+        """Wait for all transfers of the handle, run the callbacks, and raise the error if any transfer failed."""
         callbacks: list[Callable[[_Batch], object]] = []
         with self._handle.lock:
             if not self.ended:

@@ -121,6 +121,7 @@ def active() -> Enabled | None:
 
 
 def _roll_back(state: Enabled) -> None:
+    """Undo the changes made so far, the last one first."""
     while state._undo:
         state._undo.pop()()
 
@@ -160,6 +161,8 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
 
 
 def _swaps_gradients(parts: Parts) -> bool:
+    """Return whether an update needs a swap buffer for gradients: they go over NVMe, or DeepSpeed is too old to convert
+    them from the flat buffer."""
     return parts.gradients == "nvme" or not has_hooks(DEFERRED_CONVERSION_HOOKS)
 
 
@@ -283,6 +286,7 @@ def _scaled_swapper_class(partition_parameters: Any, minimum_swap_bytes: int | N
 
 
 def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: bool) -> None:
+    """Install the shims without which DeepSpeed trains wrongly or not at all on a CPU, and list them in the state."""
     from deepspeed.accelerator import get_accelerator
 
     if gather_clone:
@@ -329,6 +333,7 @@ def _around_update(state: Enabled, paths: TierOptions) -> dict[str, Callable[[],
 
 
 def _install_cached_swapper(state: Enabled, stage3: Any, paths: TierOptions) -> None:
+    """Replace both optimizer swappers by the one for several paths."""
     from .cached_subgroup_swapper import CachedSubGroupSwapper
 
     choice = {
@@ -357,6 +362,7 @@ def _allocator(parts: Parts, ledger: Ledger) -> Any:
 def _swap_store(
     state: Enabled, ds_config: dict[str, Any], derived: DerivedSettings, options: EnableOptions
 ) -> SwapStore | None:
+    """Return the store of swapped tensors, or None if DeepNVMe stays or nothing goes to NVMe."""
     folders = _nvme_folders(ds_config)
     if state.parts.aio == "stock" or not folders:
         return None
@@ -374,6 +380,7 @@ def _swap_store(
 
 
 def _nvme_folders(ds_config: dict[str, Any]) -> list[str]:
+    """Return the ``nvme_path`` of the parameters and of the optimizer, as far as they are offloaded to NVMe."""
     zero = ds_config.get("zero_optimization") or {}
     offloads = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
     return [str(offload["nvme_path"]) for offload in offloads if offload.get("device") == "nvme"]
@@ -387,12 +394,14 @@ _MISSING = object()
 
 
 def _replace(state: Enabled, module: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module until `disable`."""
     stock = getattr(module, name)
     setattr(module, name, value)
     state._undo.append(lambda: setattr(module, name, stock))
 
 
 def _replace_loaded_op(state: Enabled, module: Any) -> None:
+    """Make DeepSpeed's op builders return ``module`` as their loaded ``async_io`` until `disable`."""
     for builder in _op_builders():
         loaded = builder._loaded_ops
         stock = loaded.get("async_io", _MISSING)

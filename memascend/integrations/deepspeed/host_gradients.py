@@ -34,12 +34,14 @@ class HostGradients:
         self._pieces_of(parameter).store_views(gradient_offsets, views)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Any]) -> Any:
+        """Note which parameters got a gradient before the last micro-batch of a step."""
         boundary = self.is_gradient_accumulation_boundary
         if not (boundary() if callable(boundary) else boundary):  # an attribute in 0.16
             self._in_earlier_micro_batches |= dict.fromkeys(params_to_release)
         return super().partition_grads(params_to_release, grad_partitions)
 
     def step(self, closure: Any = None) -> None:
+        """Take DeepSpeed's step. Raises RuntimeError as `_refuse_overwritten_gradients` does."""
         self._refuse_overwritten_gradients()
         super().step(closure)
 

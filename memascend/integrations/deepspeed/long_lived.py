@@ -44,12 +44,14 @@ class LongLivedBuffers:
             self._remove(tensor.data_ptr())
 
     def remove_all_of(self, user: object) -> None:
+        """Unregister all buffers of a user. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             with self._lock:
                 for address in [each for each, (_, owner) in self._buffers.items() if owner is user]:
                     self._remove(address)
 
     def opened(self, tier: Tier) -> None:
+        """Register all buffers with a tier that has just been opened."""
         with self._lock:
             self._tiers.append(tier)
             for tensor, _ in list(self._buffers.values()):

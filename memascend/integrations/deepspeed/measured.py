@@ -149,6 +149,8 @@ class MeasuredTraining:
         self.recorder: Recorder | None = None
 
     def execute(self) -> dict[str, Any]:
+        """Run the job to its end and return `result`. Imports precede the reading of the memory floor, so they count as
+        floor."""
         job, result = self.job, self.result
         prepare_imports(job)
         import torch
@@ -178,6 +180,7 @@ class MeasuredTraining:
         return result
 
     def _build(self) -> Any:
+        """Build the model under zero.Init and the engine, each as a phase of its own."""
         import deepspeed
         import torch
 
@@ -217,6 +220,8 @@ class MeasuredTraining:
         )
 
     def _note_partitions(self, engine: Any) -> None:
+        """Note the numbers of parameters, and those on NVMe. Raises RuntimeError if there should be some, but
+        are none."""
         names = {p: n for n, p in engine.module.named_parameters()}
         on_nvme = [
             names[p]
@@ -247,6 +252,7 @@ class MeasuredTraining:
         optimizer.has_overflow = watched
 
     def _train(self) -> None:
+        """Take all steps of all points, with idle readings after the warm-up and after the last step."""
         job, result = self.job, self.result
         warm_up = warm_up_steps(self.steps)
         for point in self.points:
@@ -366,6 +372,8 @@ class MeasuredTraining:
         return found | ({"transfers": transfers_of(events)} if self.job["record_step"] == "transfers" else {})
 
     def _read_idle(self, name: str, last: bool) -> None:
+        """Note resident memory between two steps, the owners of addresses, and ledger entries that the kernel
+        contradicts."""
         from memascend.memory.ledger import verify_by_address
 
         time.sleep(0.05)
@@ -416,6 +424,7 @@ class MeasuredTraining:
         return named
 
     def _finish(self) -> None:
+        """Put events, ledger, phases, hash and counters into the result, and close the store."""
         from memascend.memory import tracking
         from memascend.ops.adamw import chunk_counts
 
@@ -446,6 +455,7 @@ class MeasuredTraining:
                 setattr(self.engine.optimizer, name, lambda i, timer_names=None, call=call: call(i, set()))
 
     def _hash_master_weights(self) -> str:
+        """Return the SHA-256 of all fp32 master weights with their names, sorted by name."""
         import torch
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -459,7 +469,7 @@ class MeasuredTraining:
 
 
 def transfers_of(events: list[Any]) -> list[list[Any]]:
-    """Return the update's transfers by their end: rank, direction, begin and end (s since its begin), bytes."""
+    """Return the update's transfers by their end: rank, direction, begin and end (s since it began), bytes."""
     update = [event for event in events if event.phase == "optimizer"]
     zero = min((event.begin_s for event in update if event.resource == MAIN), default=0.0)
     moved = sorted((event for event in update if event.resource in (READ, WRITE)), key=lambda event: event.end_s)

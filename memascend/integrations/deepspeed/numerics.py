@@ -34,6 +34,7 @@ class FastNumerics:
         self._first_element = [sum(numels) * rank + sum(numels[:i]) for i in range(len(numels))]
 
     def _constant_buffered_norm2(self, input: torch.Tensor, buffer_size: int = 250_000_000) -> torch.Tensor:
+        """Return the 2-norm of ``input`` in one pass that finds overflow too; off the CPU as DeepSpeed does."""
         if input.device.type != "cpu":
             self._norm_elsewhere = True
             return super()._constant_buffered_norm2(input, buffer_size)
@@ -49,10 +50,12 @@ class FastNumerics:
         return False if seen_all else super()._local_overflow()
 
     def reset_cpu_buffers(self) -> None:
+        """Reset DeepSpeed's buffers, and the overflow found by the norm, for the next step."""
         super().reset_cpu_buffers()
         self._norm_saw_overflow = self._norm_elsewhere = False
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
+        """Note the factor that AdamW applies as it reads a swapped gradient; scale any other gradient in place."""
         self._grad_scale = 1.0
         if not self._swappable_optimizer_subgroup(sub_group_id):
             super().unscale_and_clip_grads(sub_group_id, total_norm)  # in place, as this gradient buffer persists
@@ -64,6 +67,7 @@ class FastNumerics:
         self._note_scaling(sub_group_id, self._grad_scale)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
+        """Update the sub-group in place by our AdamW; a sub-group on another device is left to DeepSpeed."""
         if self.subgroup_to_device[sub_group_id] != "cpu":
             super()._optimizer_step(sub_group_id)
             return
@@ -106,6 +110,7 @@ def _holds_elements(optimizer: Any, param: Any) -> bool:
 
 
 def _require_cpu_adamw(optimizer: Any) -> None:
+    """Raise ValueError unless the optimizer is DeepSpeed's AdamW on the CPU with bias correction."""
     adamw = type(optimizer) is DeepSpeedCPUAdam and optimizer.adam_w_mode
     if not adamw or not all(group["bias_correction"] for group in optimizer.param_groups):
         raise ValueError(

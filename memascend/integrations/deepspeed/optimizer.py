@@ -128,6 +128,8 @@ class MemascendStage3:
                 swapper.release_read_ahead()
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Return whether any rank's gradients have an infinite or NaN element, found by the chosen check.
+        Collective."""
         if self.settings.parts.overflow == "stock" or not partition_gradients:
             return super().has_overflow(partition_gradients)
         found = self._local_overflow()

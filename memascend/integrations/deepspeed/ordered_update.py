@@ -28,6 +28,7 @@ class OrderedUpdate:
         super().__init__(*args, **kwargs)
 
     def step(self, closure: Any = None) -> None:
+        """Take DeepSpeed's step with the sub-groups in this update's order."""
         if not self.swap_optimizer:
             super().step(closure)
             return
@@ -50,6 +51,7 @@ class OrderedUpdate:
                 self.settings.end_of_update()
 
     def _turn_read_ahead(self, order: list[int]) -> None:
+        """Make DeepSpeed read ahead in ``order``: link each sub-group to the swapped one that follows it."""
         following = None
         for index in reversed(order):
             self.next_swappable_fp32_partitioned_groups[index] = following
@@ -57,9 +59,11 @@ class OrderedUpdate:
                 following = self.fp32_partitioned_groups_flat[index]
 
     def _in_order(self, sub_group_id: int) -> int:
+        """Return the sub-group at a position of DeepSpeed's loop; outside of a step the index is unchanged."""
         return sub_group_id if self._update_order is None else self._update_order[sub_group_id]
 
     def _prepare_sub_group(self, sub_group_id: int, timer_names: set[str]) -> None:
+        """Begin the update with the first sub-group; a step skipped because of an overflow never gets here."""
         if self._update_order is not None and not self._update_begun:
             self._update_begun = True
             swapped = filter(self._swappable_optimizer_subgroup, self._update_order)

@@ -62,6 +62,8 @@ def pooled_swapper_class(
 
 
 class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
+    """The swapper; `pooled_swapper_class` sets the options below on a subclass."""
+
     _pool_kind: str
     _allocator: PinnedAllocator
     _blocks_in_flight: int
@@ -167,6 +169,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         return Use.COPIED if status == "AVAILABLE" and covered and not in_context else Use.NEEDED
 
     def dropped(self, key: int, use: Use) -> None:
+        """Set DeepSpeed's state of a partition whose buffer the stream has taken; a gathered one stays available."""
         param = self._forget(key)
         param.ds_tensor.data = self.invalid_buffer.data
         if use is Use.IDLE:
@@ -186,6 +189,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     # -- DeepSpeed's interface of a swapper -------------------------------------------------------------------------
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Return whether a partition goes to NVMe: large enough, and not of a parameter that stays gathered."""
         partition = param.ds_tensor.ds_numel if numel is None else numel
         kept_gathered = partition * dist.get_world_size() <= self._kept_gathered_numel
         return super().swappable_tensor(param, numel) and not kept_gathered
@@ -218,11 +222,13 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self.synchronize_reads()
 
     def _on_their_way(self, params: Iterable[Any]) -> None:
+        """Mark parameters as being read, until `synchronize_reads`."""
         for param in params:
             self._read_in[param.ds_id] = self._arriving[param.ds_id] = param
             param.ds_tensor.status = PartitionedParamStatus.INFLIGHT
 
     def synchronize_reads(self) -> None:
+        """Wait for all reads and give the parameters their partitions."""
         self.stream.wait(self._arriving)
         arrived, self._arriving = self._arriving, {}
         for key, param in arrived.items():
@@ -240,6 +246,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self._storage.read(param.ds_id, dest).wait()
 
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
+        """Release the partitions of ``params``, which then are on NVMe only."""
         for param in params:
             self._forget(param.ds_id)
             self.stream.drop(param.ds_id)  # a buffer that is still being read into is not reused before that ends
@@ -253,6 +260,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         )
 
     def _swap_out(self, params: list[Any], async_op: bool = True) -> None:
+        """Begin to write the partitions of ``params``; `synchronize_writes` ends the writes and releases them."""
         for param in params:
             self.stream.write(param.ds_id)
         self.swap_out_params += params
@@ -260,6 +268,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
             self.synchronize_writes()
 
     def synchronize_writes(self) -> None:
+        """Wait for all writes and release the written partitions."""
         self.stream.flush()
         written, self.swap_out_params = self.swap_out_params, []
         self.remove_partition_and_release_buffers(written)
@@ -306,18 +315,22 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
 
     @property
     def denied_prefetches(self) -> int:
+        """Prefetches that found no free buffer."""
         return self.stream.statistics().denied
 
     @property
     def evicted_prefetches(self) -> int:
+        """Prefetched partitions that lost their buffer before they were used."""
         return self.stream.statistics().evicted
 
     @property
     def released_gathered(self) -> int:
+        """Buffers that were taken from gathered parameters, which have a copy on the device."""
         return self.stream.statistics().taken
 
     @property
     def buffers_beside_pool(self) -> int:
+        """Buffers that were allocated in addition to the pool."""
         return self.stream.statistics().extra_buffers
 
     @property

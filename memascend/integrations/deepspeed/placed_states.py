@@ -43,11 +43,13 @@ class PlacedStates:
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def _create_fp32_partitions(self) -> None:
+        """Create the masters as DeepSpeed does, then move those in host memory to the nodes of their class."""
         super()._create_fp32_partitions()
         for index, master in self._kept_in_memory():
             master.data = self._placed(index, master, classes.MASTERS).copy_(master.data)
 
     def initialize_optimizer_states(self) -> None:
+        """Create moments that are missing, on the nodes of their class; only for DeepSpeedCPUAdam."""
         super().initialize_optimizer_states()
         if type(self.optimizer) is not DeepSpeedCPUAdam:
             return
@@ -60,6 +62,7 @@ class PlacedStates:
                 }
 
     def _kept_in_memory(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index, master) of the sub-groups whose states stay in host memory."""
         for index, master in enumerate(self.fp32_partitioned_groups_flat):
             if master.device.type == "cpu" and not self._swappable_optimizer_subgroup(index) and master.numel():
                 yield index, master

@@ -27,4 +27,5 @@ class StorageUser:
 
 
 def _handles(swapper: Any) -> list[AioHandle]:
+    """Return the I/O handles of a swapper, which are attributes of it."""
     return [] if swapper is None else [each for each in vars(swapper).values() if isinstance(each, AioHandle)]

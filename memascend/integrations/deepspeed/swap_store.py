@@ -69,6 +69,7 @@ def _engine_config(io: IoSettings, require_direct: bool) -> DirectEngineConfig:
 
 
 def _direct_tier(folder: Path, devices: Sequence[str], config: DirectEngineConfig) -> DirectTier:
+    """Open the tier of the direct engine: on the formatted ``devices``, or in one file in ``folder`` without any."""
     if devices:
         return DirectTier.on_devices(devices, inspect(devices[0]).owner or "", config)
     return DirectTier.in_file(folder, owner_name(), config)
@@ -97,6 +98,7 @@ class _Place:
 
     @property
     def tier(self) -> Tier:
+        """The tier, opened by the first caller. Raises StorageError or OSError if it cannot be opened."""
         if (there := self._tier) is not None:
             return there
         with self._lock:
@@ -132,6 +134,7 @@ class _Place:
             return self._tier
 
     def memory_alignment_bytes(self) -> int:
+        """Return the largest alignment, in bytes, that any of the places requires of addresses."""
         if not self._devices and not self._tiers:
             self._folder.mkdir(parents=True, exist_ok=True)
         asked = [direct_limits(place) for place in (self._tiers.tiers or self._devices or [self._folder])]
@@ -139,6 +142,7 @@ class _Place:
 
     @property
     def open_tier(self) -> Tier | None:
+        """The tier if it is open, else None."""
         return self._tier
 
     def _book(self, address: int, nbytes: int) -> int:
@@ -148,6 +152,7 @@ class _Place:
         )
 
     def close(self) -> None:
+        """Close the tier, if it is open, and its entries in the ledger. A later use opens a new one."""
         with self._lock:
             tier, self._tier = self._tier, None
             if tier is not None:
@@ -207,6 +212,7 @@ class SwapStore:
         self._retired = False
 
     def _place(self, path: str | os.PathLike[str]) -> _Place | None:
+        """Return the place to which a path belongs, or None for a path outside of the store."""
         known = self._place_of.get(path)
         if known is not None:
             return known
@@ -358,6 +364,7 @@ class SwapStore:
             _thread.start_new_thread(self._detach_lost, ())
 
     def _detach_lost(self) -> None:
+        """Detach the users that finalizers have lost since the last call."""
         while True:
             try:
                 user = self._lost.popleft()

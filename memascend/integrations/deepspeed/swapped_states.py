@@ -51,6 +51,7 @@ class Exported:
     referenced_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, how: str | None, nbytes: int) -> None:
+        """Count ``nbytes`` as referenced by the kind ``how``, or as copied if that is None."""
         if how is None:
             self.copied_bytes += nbytes
         else:
@@ -134,6 +135,7 @@ class ExactCheckpoints:
         return super()._rigid_state_dict()
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        """Load masters, moments, step counts and the loss scaler, swapped sub-groups from `swapped_checkpoint`."""
         if state_dict.get("ds_zero_partition_groups") is not None:  # expert placement is DeepSpeed's own, not swapped
             super()._rigid_load_state_dict(state_dict, load_optimizer_states)
             return
@@ -165,6 +167,7 @@ class ExactCheckpoints:
                     param.nvme_swapper.remove_partition_and_release_buffers([param])
 
     def _manifest(self) -> dict[str, Any]:
+        """Return the sizes and checksums of the swapped files by name; empty for a checkpoint of stock DeepSpeed."""
         path = self.swapped_checkpoint and self.swapped_checkpoint / MANIFEST
         return json.loads(path.read_text()) if path and path.exists() else {}  # stock DeepSpeed writes none
 
@@ -273,6 +276,7 @@ def _swap_buffer(swapper: Any, info: Any) -> Iterator[torch.Tensor]:
 
 
 def _write_file(path: Path, tensor: torch.Tensor) -> dict[str, int]:
+    """Write the tensor's bytes durably to a new file of mode 600; return their number and CRC-32."""
     data = byte_view(tensor)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "wb") as file:

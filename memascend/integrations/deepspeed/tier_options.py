@@ -74,6 +74,7 @@ class TierOptions:
             )
 
     def budget(self) -> WriteBudget | None:
+        """Return the parsed write budget, or None without one."""
         return (
             None if self.write_budget is None else WriteBudget.parse(self.write_budget, stops=self.write_budget_stops)
         )

@@ -48,4 +48,5 @@ def give_up_outdated_traces() -> Callable[[], None]:
 
 
 def _parameters_of(module: Any) -> frozenset[int]:
+    """Return the ids of the parameters that DeepSpeed would trace for a module."""
     return frozenset(parameter.ds_id for parameter in iter_params(module, recurse=z3_leaf_module(module)))

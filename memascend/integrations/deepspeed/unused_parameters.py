@@ -139,6 +139,7 @@ class GradientPieces:
         return offset in self._views - self._new
 
     def end_of_step(self) -> None:
+        """End the step; from now on the stored pieces are old ones."""
         self._new.clear()
 
     def forget_all(self) -> None:
@@ -162,6 +163,7 @@ class GradientPieces:
         return zip(begins, parts, strict=True)
 
     def _gaps(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield (begin, end), in elements, of the ranges of a gradient of ``numel`` elements that have no piece."""
         end = 0
         for offset in sorted(self._numels):
             if end < offset:
@@ -227,6 +229,7 @@ class UnusedParameters:
         self._note_scaling(sub_group_id, factor)
 
     def _factor_of_step(self, total_norm: torch.Tensor) -> Factor:
+        """Return 1 / (loss scale and clipping), by DeepSpeed's arithmetic."""
         scale = self.loss_scale
         if self.clip_grad > 0.0:
             clip = ((total_norm / self.loss_scale) + 1e-6) / self.clip_grad
@@ -245,6 +248,7 @@ class UnusedParameters:
         super()._writeback_swap_state(sub_group_id, write_opt_state, write_gradients)
 
     def step(self, closure: Any = None) -> None:
+        """Take DeepSpeed's step, after which the gradients stored in it are old ones."""
         super().step(closure)
         for pieces in self._pieces.values():
             pieces.end_of_step()

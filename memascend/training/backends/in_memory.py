@@ -110,6 +110,8 @@ class InMemoryBackend:
         return groups
 
     def _make_group(self, parameters: list[tuple[str, torch.nn.Parameter]], first: int) -> Group:
+        """Allocate the flat tensors of a group, named by its first element, and copy the weights into the masters. A
+        parameter of the masters' dtype and device becomes a view of them, so that its values exist once."""
         config, count = self._config, sum(p.numel() for _, p in parameters)
         device = torch.device("cpu") if self._update.on_cpu else self.device
         states = torch.float32 if config.states == "fp32" else torch.bfloat16
@@ -141,6 +143,7 @@ class InMemoryBackend:
 
     @staticmethod
     def _is_its_own_master(group: Group, parameter: torch.nn.Parameter) -> bool:
+        """Return whether a parameter needs no copy of the masters: dtype and device are the same."""
         return (parameter.dtype, parameter.device) == (group.master.dtype, group.master.device)
 
     def _collect(self, parameter: torch.nn.Parameter) -> None:
@@ -205,6 +208,7 @@ class InMemoryBackend:
         return torch.where(torch.isfinite(combined), combined, torch.inf)
 
     def _copy_weights(self, group: Group) -> None:
+        """Copy the updated masters into the weights, except where a parameter is a view of them."""
         place = 0
         for _, parameter in group.parameters:
             part = group.master[place : place + parameter.numel()]
@@ -255,12 +259,15 @@ class InMemoryBackend:
             yield name, tensor.detach().cpu()
 
     def _saved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of everything that a model's file contains, in the model's order."""
         from memascend.integrations.pretrained import persistent_buffers
 
         yield from self.model.named_parameters()
         yield from persistent_buffers(self.model)
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of the states that a checkpoint contains; before the first step these are the
+        masters."""
         for index, group in enumerate(self._groups):
             yield f"{index}.master", group.master
             for name in _MOMENTS if self._steps else ():

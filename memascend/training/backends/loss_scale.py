@@ -23,6 +23,7 @@ class LossScale:
 
     @classmethod
     def dynamic(cls) -> LossScale:
+        """Return the scale that training starts with, 2^16."""
         return cls(2.0**16)
 
     def after_step(self, overflow: bool) -> None:

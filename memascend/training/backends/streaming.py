@@ -74,6 +74,8 @@ class StreamingBackend:
     # -- the model on its tier -----------------------------------------------------------------------------------------
 
     def _make_model(self, source: Path | dict[str, Any], *, values: bool = True) -> None:
+        """Make the model (`values` false: for states that are on the tier already), its options and its parameter
+        group."""
         from memascend.integrations.memory_options import MemoryOptions, apply_memory_options
 
         config = self._config
@@ -184,6 +186,7 @@ class StreamingBackend:
             raise
 
     def _resume(self, source: Path | dict[str, Any], options: EngineOptions) -> dict[str, Any]:
+        """Open the states on the tier for a model without values; return the facts that were kept with them."""
         self._make_model(source, values=False)
         self.engine, facts = StreamingEngine.resume(
             self.model, self._folder, self._groups, options, allocator=self._allocator()
@@ -191,6 +194,7 @@ class StreamingBackend:
         return facts
 
     def keep(self, facts: dict[str, Any]) -> None:
+        """Make the finished step permanent on the tier, with `facts` and the backend's own counters."""
         self.engine.keep(facts | {"backend": self._counters()})
         self._kept = facts.get("step", self._kept)
         self._finished = False
@@ -213,11 +217,13 @@ class StreamingBackend:
         return {"step": step, "random": random_state.as_json(), "backend": counters, "row": row}
 
     def _counters(self) -> dict[str, Any]:
+        """Return the counters of steps, the loss scale and the state of clipping, as JSON types."""
         scale = self._scale.facts() if self._scale else {}
         counters = {"adam_step": self._steps, "skipped_steps": self._skipped, "loss_scaler": scale}
         return counters | {"clipping": self.engine.speculation.facts()}
 
     def _take_over(self, counters: dict[str, Any]) -> None:
+        """Restore what `_counters` returned."""
         self._steps, self._skipped = counters["adam_step"], counters["skipped_steps"]
         if self._scale is not None:
             self._scale = LossScale(**counters["loss_scaler"])
@@ -355,6 +361,7 @@ class StreamingBackend:
         ]
 
     def _sizes(self) -> dict[str, int]:
+        """Return the elements of each trained parameter, by name, in the model's order."""
         return {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def states(self, share: Share | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -70,6 +70,8 @@ class _Unscaling:
 
 
 class TorchUpdate(_Unscaling):
+    """The AdamW of torch.optim, on the device of the group."""
+
     def apply(self, group: Group, step: int, learning_rate: float, *, scale: float, norm: torch.Tensor) -> None:
         adamw(
             [group.master],
@@ -90,6 +92,8 @@ class TorchUpdate(_Unscaling):
 
 
 class DeepSpeedUpdate(_Unscaling):
+    """The native AdamW of DeepSpeedCPUAdam."""
+
     on_cpu = True
 
     def __init__(self, config: Any) -> None:
@@ -107,6 +111,8 @@ class DeepSpeedUpdate(_Unscaling):
 
 
 class MemAscendUpdate(_Unscaling):
+    """AdamW by `memascend.ops`, which unscales and clips as it reads the gradient."""
+
     on_cpu = True
 
     def norm(self, gradient: torch.Tensor) -> torch.Tensor:

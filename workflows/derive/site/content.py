@@ -61,6 +61,7 @@ class Paper:
 
     @property
     def claims(self) -> list[Judged]:
+        """Claims of all exhibits, in both lanes."""
         return [each for exhibit in self.exhibits for each in exhibit.claims]
 
     @property
@@ -89,10 +90,12 @@ class Site:
 
     @property
     def exhibits(self) -> list[Exhibit]:
+        """Exhibits of all papers."""
         return [exhibit for paper in self.papers for exhibit in paper.exhibits]
 
     @property
     def claims(self) -> list[Judged]:
+        """Claims of all papers, in both lanes."""
         return [each for paper in self.papers for each in paper.claims]
 
 
@@ -168,6 +171,7 @@ def measured_here(runs: list[dict[str, str]]) -> str:
 
 
 def from_to(days: set[str]) -> str:
+    """Return the first and the last of some days, or the day if they are the same."""
     return " to ".join(dict.fromkeys((min(days), max(days))))
 
 

@@ -45,10 +45,12 @@ class Judged:
 
     @property
     def anchor(self) -> str:
+        """Name of the claim's place in a page: its id and lane."""
         return f"{self.verdict.claim_id}.{self.verdict.lane}"
 
     @property
     def paper(self) -> str:
+        """Id of the paper, from that of the exhibit."""
         return self.verdict.exhibit_id.rpartition("-")[0]
 
 
@@ -106,6 +108,7 @@ def in_words(off: float, expected: float, unit: str) -> str:
 
 
 def rounded(value: float) -> str:
+    """Return a number with two decimals below 1, one below 10, and none from 10 on."""
     return f"{value:,.{0 if value >= 10 else 1 if value >= 1 else 2}f}"
 
 

@@ -45,10 +45,12 @@ def timelines_of(rows: list[dict[str, str]]) -> list[Timeline]:
 
 
 def named(rows: list[dict[str, str]], column: str) -> str:
+    """Return the distinct values of a column that are not empty, in order."""
     return ", ".join(dict.fromkeys(row[column] for row in rows if row[column]))
 
 
 def event(row: dict[str, str]) -> trace.Event:
+    """Return the event of a row: the metric, from x for as long as its value, on the resource of its series."""
     begin = float(row["x_value"])
     end = begin + float(row["value"])
     return trace.Event(name=row["metric"], phase=row["metric"], resource=row["series"], begin_s=begin, end_s=end)

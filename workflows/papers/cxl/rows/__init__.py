@@ -36,6 +36,7 @@ RELATIVE = "throughput relative to DRAM only"
 
 
 def modelled() -> Iterator[Row]:
+    """Yield the modelled lane of all exhibits."""
     yield from relative()
     yield from phases()
     yield from memory()

@@ -11,6 +11,7 @@ from workflows.papers.lohan.rows.settings import PAPER
 
 
 def modelled() -> Iterator[Row]:
+    """Yield the modelled lane of all exhibits."""
     yield from fig01.rows()
     yield from sizes.rows()
     yield from throughput.rows()
@@ -19,6 +20,7 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the measured lane, from records of the engine's benchmark and of step times."""
     good = [record for record in records if record["status"] == "ok"]
     yield from twins.rows([record for record in good if record.get("benchmark") == "engine"])
     yield from twins.phases([record for record in good if record["kind"] == "step-times"])

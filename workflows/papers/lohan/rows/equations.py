@@ -27,6 +27,7 @@ ROOMS = (0, 100, 200)  # GiB of main memory for activations
 
 
 def rows() -> Iterator[Row]:
+    """Yield the rows of all equations, for 13B at batch 48, and of Figs. 9a and 9b."""
     n = settings.net("13B", 48)
     volumes = [n.between_blocks + share * (n.all_activations - n.between_blocks) / 40 for share in range(41)]
     yield from times(n, volumes)
@@ -36,11 +37,13 @@ def rows() -> Iterator[Row]:
 
 
 def point(exhibit: str, series: str, metric: str, swapped: float, value: float, unit: str) -> Row:
+    """Return a row at a volume of swapped activations, in bytes."""
     cells = {"series": series, "model": "13B", "x": (SWAPPED, swapped / 1e9)}
     return shown(exhibit, metric, value, unit, "the equation itself, batch 48", **cells)
 
 
 def times(n: Net, volumes: list[float]) -> Iterator[Row]:
+    """Yield Eqs. 1 to 5 at each volume: times of phases and of the whole, and the bytes on SSDs."""
     for swapped in volumes:
         r = settings.rates()
         ahead, back = forward_terms(n, r, swapped), backward_terms(n, r, swapped)
@@ -56,6 +59,8 @@ def times(n: Net, volumes: list[float]) -> Iterator[Row]:
 
 
 def recomputation(n: Net, volumes: list[float]) -> Iterator[Row]:
+    """Yield Eqs. 6 to 8: the benefit of each operator, the recomputed FLOP, and their slope at each operator's
+    edges."""
     for each in n.operators():
         source, cells = (
             "FLOP / bytes of its output",

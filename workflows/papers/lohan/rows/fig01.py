@@ -21,6 +21,7 @@ SWAPPED = 34e9  # Fig. 1c
 
 
 def rows() -> Iterator[Row]:
+    """Yield the rows of Figs. 1a to 1c, 3a and 3b."""
     yield from simulated("lohan-fig01a", settings.ZERO)
     yield from simulated("lohan-fig01c", settings.LOHAN)
     yield from formulas()

@@ -91,6 +91,7 @@ def step(
 
 
 def swapping(system: str, arm: str, rule: str) -> Arrangement:
+    """Return an arm's arrangement with another rule of swapping."""
     own = arrangement(system, arm)
     return replace(own, parts={**own.parts, "swap": rule})
 
@@ -104,6 +105,7 @@ def runtime_s(series: str, model: str) -> float:
 
 @cache
 def net(model: str, batch: int) -> Net:
+    """Return a model of Table IV at a batch, as the equations take it."""
     spec = PAPER.spec(model)
     return Net(layers=spec.layers, hidden=spec.hidden, batch=batch)
 
@@ -128,4 +130,5 @@ def on_gpu(model: str, batch: int, gpu_gib: float, series: str = LOHAN) -> bool:
 
 
 def most_on_gpu(model: str, gpu_gib: float, among: tuple[int, ...]) -> int | None:
+    """Return the largest of some batches that fits the GPU; None if none does."""
     return max((batch for batch in among if on_gpu(model, batch, gpu_gib)), default=None)

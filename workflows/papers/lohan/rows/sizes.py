@@ -29,6 +29,7 @@ CHECKPOINTING = {settings.COLOSSAL: "plain", settings.FLASHNEURON: "ssd"}
 
 
 def rows() -> Iterator[Row]:
+    """Yield the rows of all exhibits on sizes."""
     for model in settings.TABLE_IV:
         n = settings.net(model, 1)
         cells = {"model": model, "series": "12 L h² + V h"}
@@ -145,6 +146,7 @@ def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int 
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:
+    """Return whether a model fits main memory, in GiB, and the GPU."""
     fits_gpu = settings.on_gpu(model, batch, gpu_gib, series)
     return host_bytes(series, model, batch, gpus) <= memory_gb * GIB and fits_gpu
 

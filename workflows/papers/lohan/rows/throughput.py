@@ -22,6 +22,7 @@ RUNS = "released"
 
 
 def rows() -> Iterator[Row]:
+    """Yield the rows of all exhibits on throughput."""
     yield from shares()
     yield from colossal_busy()
     systems = (settings.LOHAN, settings.ZERO, settings.OFFLOAD, settings.COLOSSAL)
@@ -168,6 +169,7 @@ def by_drives() -> Iterator[Row]:
 
 
 def dit(name: str, batch: int) -> DiT:
+    """Return a model of Table VI at a batch of images."""
     layers, hidden = settings.DITS[name]
     return DiT(layers=layers, hidden=hidden, batch=batch, context=1024, vocab=0)
 

@@ -51,6 +51,7 @@ FIG_3 = {"naive": "lohan-fig03a", "optimized": "lohan-fig03b"}
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the rows of records with a rate-limited SSD, by what each of them measured."""
     for record in (each for each in records if each["options"].get("path_rate")):
         points = {(point["context"], point["method"]): point for point in record["points"]}
         for way, events in record.get("traces", {}).items():
@@ -97,6 +98,7 @@ def phases(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def shown(record: dict[str, Any], exhibit: str, metric: str, value: float | str, unit: str, **cells: Any) -> Row:
+    """Return a row of a record; its testbed is the host's twin of 13B unless `cells` say otherwise."""
     place = f"{record['host']['name']}/13B-k{record['options']['twin']}"
     return of_record(record, exhibit, metric, value, unit, **{"testbed": place, "model": "13B"} | cells)
 
@@ -179,6 +181,8 @@ def by_drives(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
 
 
 def swapped(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
+    """Yield Fig. 9b: the time at each swapped share as measured and as the engine predicts, and how good its
+    choice is."""
     exhibit, found = "lohan-fig09b", {}
     for (_, way), point in points.items():
         if way == "memory":

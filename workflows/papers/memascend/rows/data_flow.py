@@ -25,7 +25,7 @@ LINES = {
 
 
 def rows() -> Iterator[Row]:
-    """Yield a bar per block and resource of rank 0, from the begin of the backward pass."""
+    """Yield a bar per block and resource of rank 0, from the beginning of the backward pass."""
     spec = replace(model_spec("llama3.1-8b"), layers=BLOCKS)
     work = Workload(spec=spec, system="zero_infinity", dtype="fp16", ranks=RANKS, batch=1, context=CONTEXT)
     simulated = step_time(papers(work), machine(C1)).simulated

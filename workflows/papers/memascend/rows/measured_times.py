@@ -48,6 +48,7 @@ LOW, HIGH = (f"{IMPROVEMENT}, {end} quartile over rounds" for end in ("lower", "
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the improvements on each device, and the volumes of every measured record."""
     records = [record for record in records if record["lane"] == "measured"]  # predictions belong to another paper
     for device in sorted({record.get("device", "cpu") for record in records}):
         of_one = [record for record in records if record.get("device", "cpu") == device]
@@ -70,6 +71,7 @@ def steps(record: dict[str, Any], arm: Arm) -> dict[tuple[int, int], dict[str, A
 
 
 def arm_of(point: dict[str, Any]) -> Arm:
+    """Return the arm of a point by its present name."""
     arm = tuple(point[word] for word in ("system", "arm", "dtype", "environment") if word in point)
     return (*FORMER.get(arm[:2], arm[:2]), *arm[2:])
 
@@ -99,6 +101,7 @@ def improvements(exhibit: str, records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def step_times(record: dict[str, Any], exhibit: str, arm: Arm, point: tuple[int, int]) -> Iterator[Row]:
+    """Yield the median seconds of an arm's step and of its optimizer phase at a point."""
     own = steps(record, arm)[point]
     cells = {"series": " ".join(arm), "x": ("batch", point[1])}
     yield measured(record, exhibit, "step time", median(step_seconds(own)), "s", **cells)

@@ -44,6 +44,7 @@ BESIDE = {  # metric -> field of the record's memory section
 
 
 def planned() -> Iterator[Row]:
+    """Yield the modelled lane of the exhibits on memory at one point."""
     four = {testbed: [each for model in DENSE for each in pair(model, testbed)] for testbed in (C1, C2)}
     yield from planned_fig03()
     yield from fig04(pairs(four[C2]))
@@ -244,6 +245,7 @@ def planned_fig08() -> Iterator[Row]:
 
 
 def measured_fig08(runs: list[Run]) -> Iterator[Row]:
+    """Yield components and totals of runs, with the share that the ledger explains."""
     exhibit = "memascend-fig08"
     for run in (r for r in runs if r.ok):
         parts = run.components()

@@ -52,6 +52,7 @@ class Point:
 
 
 def planned() -> Iterator[Row]:
+    """Yield the modelled lane of the exhibits over context and batch."""
     yield from planned_stacks()
     contexts, sizes = (curves("qwen2.5-7b", name, values) for name, values in axes("qwen2.5-7b"))
     yield from drawn("memascend-fig09", contexts, settings.AT_CONTEXT)
@@ -86,6 +87,7 @@ def equation_1() -> Iterator[Row]:
 
 
 def axes(model: str) -> tuple[tuple[str, Iterable[int]], ...]:
+    """Return the (x axis, values) pairs of a model: contexts at batch 1, and batches."""
     return (settings.AT_CONTEXT, settings.CONTEXTS), (settings.AT_BATCH, settings.batches(model))
 
 
@@ -101,6 +103,7 @@ def curves(model: str, x_name: str, values: Iterable[int], testbed: str = settin
 
 
 def drawn(exhibit: str, points: list[Point], x_name: str, **cells: str) -> Iterator[Row]:
+    """Yield the peak of each point."""
     for point in points:
         yield from in_bytes(exhibit, point.case, PEAK, point.peak_bytes, x=(x_name, point.x), **cells)
 
@@ -121,6 +124,7 @@ def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
 
 
 def growth(exhibit: str, points: list[Point]) -> Iterator[Row]:
+    """Yield each series' growth from its first to its last context, relative to that of Eq. 1."""
     for series in dict.fromkeys(p.case.series for p in points):
         mine = sorted((p for p in points if p.case.series == series), key=lambda p: p.x)
         if len(mine) < 2:
@@ -151,6 +155,7 @@ def smallest_reduction(exhibit: str, points: list[Point], **cells: str) -> Row:
 
 
 def averages(exhibit: str, points: list[Point], **cells: str) -> Iterator[Row]:
+    """Yield the mean reduction over the contexts of each grid."""
     percent = reductions_at(points)
     for grid, contexts in GRIDS.items():
         mean = sum(percent[c] for c in contexts) / len(contexts)
@@ -227,6 +232,7 @@ def points(run: Run, x_name: str) -> dict[int, dict[str, Any]]:
 
 
 def sweep(exhibit: str, run: Run, x_name: str, subfigure: str) -> Iterator[Row]:
+    """Yield the peak and the store of checkpoints at each point of a run."""
     found = points(run, x_name)
     for x, point in found.items():
         at = {"x": (x_name, x), "subfigure": subfigure}

@@ -53,6 +53,7 @@ TABLES = {
 
 
 def rows() -> Iterator[Row]:
+    """Yield the modelled lane of the exhibits on throughput and I/O, with the constants behind them."""
     yield from throughput(
         "memascend-fig10", "qwen2.5-7b", settings.AT_BATCH, settings.batches("qwen2.5-7b"), settings.C1
     )
@@ -110,6 +111,7 @@ def throughput(
 
 
 def fig20() -> Iterator[Row]:
+    """Yield the bytes that a step moves, of each model and per parameter, with fp32 and bf16 states."""
     for model in settings.DENSE:
         spec = model_spec(model)
         for series, states in (("MemAscend", "fp32"), (BF16, "bf16")):

@@ -47,6 +47,7 @@ GPU_BYTES = 80e9  # Table 1
 
 
 def modelled() -> Iterator[Row]:
+    """Yield the modelled lane of all exhibits."""
     yield from growth("mlpoffload-fig01", 2025.0)
     yield from shares_of_io()
     yield from raw_bandwidth()
@@ -62,6 +63,7 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the measured lane, from step times over paths and from benchmarks of single paths."""
     mine = [r for r in records if (r.get("lane"), r.get("status")) == ("measured", "ok")]
     over_paths = [r for r in mine if r["kind"] == "step-times" and "duplex" in r]
     yield from twins.rows(over_paths)
@@ -93,10 +95,12 @@ def raw_rates(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOURCE, **cells: Any) -> Row:
+    """Return a row of the modelled lane."""
     return PAPER.shown(exhibit, metric, value, unit, source, **cells)
 
 
 def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
+    """Return the workload of an arm whose ranks have `held` sub-groups each in host memory."""
     buffers = cached_sub_group_buffers(SYSTEM.arms[arm].swaps_gradients, held)
     sizes = SwapSizes(sub_group_size=SUB_GROUP, optimizer_buffers=buffers, bounce_buffers=False)
     size = {"batch": 1, "context": 2048, "dtype": "bf16", "stack": Stack(checkpointing="plain")} | more
@@ -138,6 +142,7 @@ def step(arm: str, model: str, held: int, batch: int = 1, batches: int = 1) -> S
 
 
 def made(series: str, model: str, **more: int) -> StepTime:
+    """Simulate a step of a series, with the authors' inputs or from the paper alone."""
     if series.endswith(ALONE):
         arm = "zero3" if series.startswith(ZERO) else "as_published"
         return step(arm, f"{model} as printed", held_alone(f"{model} as printed"), **more)
@@ -145,6 +150,7 @@ def made(series: str, model: str, **more: int) -> StepTime:
 
 
 def parameters(series: str, model: str) -> int:
+    """Return the number of parameters of a model as the series has it."""
     return PAPER.spec(f"{model} as printed" if series.endswith(ALONE) else model).parameters
 
 
@@ -275,6 +281,7 @@ LINES = {"gpu0": "GPU", "nvme": "NVMe", "pfs": "PFS", "cpu": "CPU"}
 
 
 def line_and_part(event: Event) -> tuple[str, str] | None:
+    """Return the line and the bar of an event in Fig. 6; None for an event that is not drawn."""
     resource, _, way = event.resource.partition(".")
     line = LINES.get(resource)
     if line is None or event.begin_s == event.end_s:

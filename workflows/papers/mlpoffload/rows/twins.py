@@ -26,6 +26,7 @@ PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "upda
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the rows of each record in the exhibits that its arms belong to."""
     for record in records:
         if any("accumulation" in point for point in record["points"]):
             yield from _accumulated(record)
@@ -114,6 +115,7 @@ def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -
 
 
 def _compared(record: dict[str, Any], original: Original) -> Iterator[Row]:
+    """Yield the twin's ratios and phases as those of the original, or why they say nothing about it."""
     arms, refusal = _arms(record), original.refusal(record)
     cells = {"model": original.model, "testbed": measured_on(record)}
     steps = {arm: step_seconds(point) for arm, point in arms.items()}
@@ -141,6 +143,7 @@ def _compared(record: dict[str, Any], original: Original) -> Iterator[Row]:
 
 
 def _arms(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the points by arm, without the system in memory."""
     return {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
 
 
@@ -170,6 +173,7 @@ def _accumulated(record: dict[str, Any]) -> Iterator[Row]:
 
 
 def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
+    """Yield the median seconds of an arm's phases, and the rates that follow from its update."""
     for name, said in PHASES.items():
         yield of_record(record, "mlpoffload-fig07", "time", median(point[name]), "s", x=("phase", said), **at)
     yield of_record(record, "mlpoffload-fig07", "iteration_time", median(step_seconds(point)), "s", **at)

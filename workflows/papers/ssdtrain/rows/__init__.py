@@ -47,6 +47,7 @@ SIMULATED = "memascend.planner.step_time: schedule of baselines/ssdtrain, a rank
 
 
 def modelled() -> Iterator[Row]:
+    """Yield the modelled lane of all exhibits."""
     yield from two_micro_batches()
     yield from projected()
     yield from with_and_without()
@@ -62,6 +63,7 @@ def modelled() -> Iterator[Row]:
 
 
 def measured(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the measured lane, from benchmarks of activations."""
     benches = [r for r in records if (r["kind"], r["status"], r.get("benchmark")) == ("bench", "ok", "activations")]
     yield from twins.rows(benches)
 
@@ -79,6 +81,7 @@ def pair(write_gb_per_s: float | None = None) -> MachineSpec:
 
 
 def work(series: str, model: str, batch: int) -> Workload:
+    """Return the workload of a series."""
     arm = ARMS[series]
     stack = Stack(loss="plain", checkpointing=CHECKPOINTING.get(arm, "ssd"), megatron_gpus=GPUS)
     size = {"batch": batch, "context": CONTEXT, "dtype": "fp16", "stack": stack}
@@ -86,11 +89,13 @@ def work(series: str, model: str, batch: int) -> Workload:
 
 
 def where(series: str) -> MachineSpec:
+    """Return the machine of a series: both GPUs as one, with slower SSDs if its name says so."""
     return pair(PAPER.value("slow_ssd_write_gb_per_s") if series.endswith("10 GB/s") else None)
 
 
 @cache
 def step(series: str, model: str, batch: int = BATCH) -> StepTime:
+    """Simulate a step without its update."""
     return step_time(work(series, model, batch), where(series), calibrations=PAPER.costs())
 
 
@@ -100,6 +105,7 @@ def peak(series: str, model: str, batch: int = BATCH) -> float:
 
 
 def update_s(model: str) -> float:
+    """Return the seconds of a GPU's update, from its bytes and the bandwidth of GPU memory."""
     nbytes = PAPER.value("update_bytes_per_parameter") * PAPER.spec(model).parameters / GPUS
     return nbytes / (PAPER.value("gpu_memory_gb_per_s") * 1e9)
 
@@ -236,6 +242,7 @@ def scaled_up() -> Iterator[Row]:
 
 
 def table_3() -> Iterator[Row]:
+    """Yield Table III: the bytes that the schedule stores, the estimate, and the required write bandwidth."""
     exhibit, estimates = "ssdtrain-tab03", table_iii()
     for model, key in CASES.items():
         made = estimates[key]

@@ -25,6 +25,7 @@ BASE, SENT = SERIES["keep"], SERIES["ssd"]
 
 
 def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
+    """Yield the rows of each record, and the range of the reductions of each host."""
     less: dict[str, dict[str, float]] = {}  # host -> record -> reduction in percent
     for record in records:
         model = record["points_requested"]["model"]
@@ -47,6 +48,7 @@ def rows(records: list[dict[str, Any]]) -> Iterator[Row]:
 
 
 def _shown(record: dict[str, Any], exhibit: str, metric: str, value: float, unit: str, **cells: Any) -> Row:
+    """Return a row of a record."""
     model, k = record["points_requested"]["model"], record["options"]["twin"]
     own = {"model": model, "testbed": f"{record['host']['name']}/{model}-k{k}"}
     return of_record(record, exhibit, metric, value, unit, **own | cells)
@@ -58,6 +60,7 @@ def _peak(record: dict[str, Any], point: dict[str, Any]) -> float:
 
 
 def _reduction(points: dict[Any, Any]) -> float:
+    """Return by how many percent offloading reduces the peak of keeping everything."""
     sent, kept = (median(points[BATCH, series]["peak_bytes"]) for series in (SENT, BASE))
     return 100 * (1 - sent / kept)
 
@@ -68,6 +71,7 @@ def _ratio(points: dict[Any, Any], series: str, other: str, batch: int = BATCH) 
 
 
 def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    """Yield Fig. 6 and the offloaded bytes of Table III."""
     exhibit, at = "ssdtrain-fig06", {"x": ("batch", BATCH)}
     for series in (BASE, SENT):
         point, cells = points[BATCH, series], {"series": series, **at}
@@ -89,6 +93,7 @@ def _with_and_without(record: dict[str, Any], model: str, points: dict[Any, Any]
 
 
 def _rok(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    """Yield Fig. 7: throughput over peak, and the gains that the text states."""
     exhibit, k, context = FIGURES_7[model], record["options"]["twin"], record["options"]["context"]
     sub = {"subfigure": exhibit[-1]}
     for (batch, series), point in points.items():
@@ -115,6 +120,7 @@ def _fits(points: dict[Any, Any], batch: int) -> bool:
 
 
 def _by_sequence(record: dict[str, Any], model: str, points: dict[Any, Any]) -> Iterator[Row]:
+    """Yield Fig. 8a: seconds per sequence, and how they fall with the batch."""
     exhibit = "ssdtrain-fig08a"
     parts = {b: [median(p[name]) for name in ("seconds", "update_s")] for (b, s), p in points.items() if s == BASE}
     for batch, both in parts.items():
