@@ -21,7 +21,7 @@ from memascend.memory.topology import Topology
 _LOADED = _C.__name__  # importing it registers the operators
 
 
-# More than eight parameters, because these are the tensors and options of torch's own AdamW for one tensor.
+# More than eight parameters: the tensors and options are those of torch's own AdamW, for one tensor.
 def adamw_(
     param: torch.Tensor,
     grad: torch.Tensor,
