@@ -1,4 +1,5 @@
-// A test is a function that registers itself; CHECK reports and counts, so that one run shows every failure.
+// A minimal test framework. A test is a function that registers itself; CHECK reports and counts failures and
+// continues, so that one run shows all of them.
 #pragma once
 
 #include <functional>
@@ -33,7 +34,7 @@ inline void report(bool good, const char* expression, const char* file, int line
   }
 }
 
-// The message of the Error that `body` throws, empty if it throws none.
+// Returns the message of the Error that `body` throws, or an empty string if it throws none.
 template <typename ErrorType>
 std::string message_of(const std::function<void()>& body) {
   try {
@@ -56,7 +57,7 @@ inline bool contains(const std::string& text, const std::string& part) { return 
   static void test_##name()
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define UNDER_SANITIZER 1  // they turn mlock into nothing
+#define UNDER_SANITIZER 1  // for example, sanitizers make mlock do nothing
 #else
 #define UNDER_SANITIZER 0
 #endif

@@ -1,4 +1,4 @@
-// Runs all tests, or those whose name contains the first argument.
+// Runs all tests, or those whose names contain the first argument.
 #include "check.h"
 
 int main(int argc, char** argv) {

@@ -1,5 +1,5 @@
-// Compiled once for each variant and put before every source (-include): reading these headers is most of the
-// compiling.
+// Precompiled once per variant and included before every source (-include), since parsing these headers takes most of
+// the compilation time.
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -1,5 +1,5 @@
-// What the tests of the storage core share: a folder, a formatted store of files, contents that tell themselves apart,
-// and a layer of faults between the engine and the kernel.
+// Fixtures for the tests of the storage core: a folder, a formatted store of files, distinguishable contents, and fault
+// injection between the engine and the kernel.
 #pragma once
 
 #include <fcntl.h>
@@ -22,7 +22,7 @@ namespace storage_fixture {
 
 using namespace memascend;
 
-// A folder of its own under the working directory (a real file system: /tmp may be kept in memory), gone at the end.
+// A temporary folder in the working directory, removed by the destructor. It is not in /tmp, which may be in memory.
 class Folder {
  public:
   Folder() {
@@ -55,7 +55,8 @@ inline std::vector<char> pattern(std::size_t bytes, unsigned seed) {
   return data;
 }
 
-// Every call passes through; what is set stands in between. Set before the engine starts: workers call it.
+// Passes every call through, except for the functions that are set. Set them before the engine starts, since its
+// workers call them.
 class FaultyCalls : public IoSyscalls {
  public:
   std::function<int(AioCommand&)> on_command;
@@ -133,7 +134,7 @@ inline std::uint64_t put(DirectEngine& engine, const std::string& key, const std
   return engine.write(key, copy->data(), record_of(data.size()), priority, copy);
 }
 
-// The outcome of one request, waited for.
+// Waits for a request and returns its outcome.
 inline RequestOutcome ended(DirectEngine& engine, std::uint64_t request) { return *engine.wait_for(request, -1); }
 
 inline std::vector<char> get(DirectEngine& engine, const std::string& key) {

@@ -36,7 +36,7 @@ float wide(std::uint16_t half) {
   return value;
 }
 
-// Bytes of every tensor, in the formats asked for; whole bytes are compared.
+// The tensors of a step as bytes, in the given formats, so that results can be compared bit by bit.
 struct Case {
   FloatFormat state = FloatFormat::kFloat32;
   FloatFormat grad = FloatFormat::kFloat32;
@@ -131,7 +131,7 @@ TEST(adamw_touches_nothing_outside_its_elements) {
     for (const SimdLevel level : levels_here()) {
       Case all(state, grad, copy, 200);
       const Case before = all;
-      all.run(37, 150, 11, 1, level);  // the sanitizer guards the ends of the buffers, this the slice's
+      all.run(37, 150, 11, 1, level);  // the sanitizer checks the ends of the buffers, this test those of the slice
       for (const auto& [now, then, bytes] :
            {std::tuple{&all.p, &before.p, format_bytes(state)}, std::tuple{&all.c, &before.c, std::int64_t{2}}}) {
         CHECK(std::equal(now->begin(), now->begin() + 37 * bytes, then->begin()));
@@ -166,7 +166,7 @@ TEST(adamw_is_the_formula) {
   }
 }
 
-// Over many steps' numbers the mean of the rounded value is the value, for each of the three states.
+// The mean of the rounded values over many random numbers equals the exact value, for each of the three states.
 TEST(adamw_stochastic_rounding_has_no_bias) {
   constexpr int kCount = 1 << 17;
   std::vector<std::uint16_t> p(kCount, bf16(1.0f)), g(kCount, bf16(0.5f)), m(kCount, bf16(0.25f)),
@@ -188,7 +188,7 @@ TEST(adamw_stochastic_rounding_has_no_bias) {
   }
 }
 
-// The words themselves are pinned by the Python tests, against the papers.
+// The Python tests check the random numbers themselves against the papers.
 TEST(adamw_noise_is_a_function_of_seed_step_and_element) {
   const auto run = [](std::uint64_t seed, std::int64_t step, std::int64_t offset) {
     Case one(FloatFormat::kBFloat16, FloatFormat::kBFloat16, CopyFormat::kNone, 500);
@@ -232,7 +232,7 @@ TEST(adamw_names_what_is_not_finite_and_leaves_it) {
 }
 
 TEST(adamw_rounds_no_nan_to_a_number) {
-  // All bits of the fraction set: noise that is added below them carries into the sign, if nobody looks first.
+  // With all bits of the fraction set, adding noise below them carries into the sign, unless the code checks for NaN.
   const std::pair<FloatFormat, std::uint32_t> nans[] = {
       {FloatFormat::kFloat32, 0x7FFFFFFFu}, {FloatFormat::kFloat16, 0x7FFFu}, {FloatFormat::kBFloat16, 0x7FFFu}};
   for (const SimdLevel level : levels_here()) {

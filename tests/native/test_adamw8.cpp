@@ -31,7 +31,7 @@ std::uint16_t bf16(float value) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
-// Every byte is a code, so the moments are random bytes; scales are those of small numbers, and zero.
+// Every byte is a valid code, so the moments are random bytes. The scales are those of small numbers, and zero.
 struct Case {
   FloatFormat grad;
   std::int64_t count;
@@ -75,7 +75,7 @@ struct Case {
   }
 };
 
-// What the format says, without its tricks.
+// Decodes a code by the definition of the format, without the bit operations of the code under test.
 double decoded(std::uint8_t code, int fraction_bits, int scale) {
   const int ones = 1 << fraction_bits;
   const int exponent = code >> fraction_bits & 7;
@@ -117,7 +117,7 @@ TEST(adamw8_touches_nothing_outside_its_elements) {
     for (const SimdLevel level : levels_here()) {
       Case all(grad, 256);
       const Case before = all;
-      all.run(32, 150, 0, 1, level);  // the sanitizer guards the ends of the buffers, this the slice's
+      all.run(32, 150, 0, 1, level);  // the sanitizer checks the ends of the buffers, this test those of the slice
       for (const auto& [now, then] : {std::pair{&all.m, &before.m}, {&all.r, &before.r}}) {
         CHECK(std::equal(now->begin(), now->begin() + 32, then->begin()));
         CHECK(std::equal(now->begin() + 150, now->end(), then->begin() + 150));
@@ -165,10 +165,10 @@ TEST(adamw8_is_the_formula_within_a_step_of_the_codes) {
   }
 }
 
-// The mean over many elements is the value, for codes in both parts of the range.
+// The mean over many elements equals the exact value, for codes in both parts of the range.
 TEST(adamw8_stochastic_rounding_has_no_bias) {
   constexpr std::int64_t kCount = 1 << 17;
-  for (const float small : {0.37f, 0.0101f}) {  // beside one of 1.0: normal, and evenly spaced
+  for (const float small : {0.37f, 0.0101f}) {  // in a block with 1.0: in the normal and in the evenly spaced part
     Case one(FloatFormat::kFloat32, kCount);
     std::fill(one.m.begin(), one.m.end(), std::uint8_t{0});
     std::fill(one.r.begin(), one.r.end(), std::uint8_t{0});
@@ -176,7 +176,7 @@ TEST(adamw8_stochastic_rounding_has_no_bias) {
       const float g = i % 32 == 0 ? 1.0f : small;
       std::memcpy(one.g.data() + 4 * i, &g, 4);
     }
-    // Betas of zero leave the gradient and its square.
+    // With betas of zero the moments are the gradient and its square.
     adamw8({one.p.data(), one.g.data(), one.m.data(), one.r.data(), one.s.data(), one.grad, kCount},
            {10, 0.0, 0.0, 0.0, 1e-8, 0.0, 1.0, 5}, 2);
     double momentum = 0, root = 0;
@@ -226,7 +226,8 @@ TEST(adamw8_zero_states_are_the_beginning_and_no_root_becomes_zero) {
   }
 }
 
-// A number in the last step below a power of two may be rounded up to it: its block has the scale for that.
+// A number in the last step below a power of two may be rounded up to it, so its block must have the scale of that
+// power.
 TEST(adamw8_rounding_up_never_wraps) {
   for (const SimdLevel level : levels_here()) {
     for (const float top : {1.9999999f, 1.96f, 1.98f, 1.94f, 1.9375f, 1.96875f}) {

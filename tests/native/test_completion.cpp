@@ -1,4 +1,4 @@
-// What both engines do alike: threads that take no signals, a refused thread, and outcomes that are reported once.
+// Behaviour that both engines share: threads without signals, a refused thread, and outcomes that are reported once.
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -15,7 +15,7 @@ using check::message_of;
 
 namespace {
 
-// Refuses the thread number `refused` (from 0), and asks each for the signals that it takes.
+// Refuses thread number `refused` (from 0), and records which signals each of the others accepts.
 class Threads : public IoSyscalls {
  public:
   explicit Threads(int refused = -1) : refused_(refused) {}
@@ -54,7 +54,7 @@ TEST(engine_threads_take_no_signals) {
   CHECK(calls.started == 5 && calls.open_to_signals == 0);
   sigset_t blocked;
   pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-  CHECK(sigismember(&blocked, SIGTERM) == 0);  // the caller's mask is as it was
+  CHECK(sigismember(&blocked, SIGTERM) == 0);  // the caller's mask is unchanged
 }
 
 TEST(a_thread_that_the_system_refuses_is_an_error_and_the_others_end) {
@@ -80,7 +80,7 @@ TEST(completions_are_reported_once_to_whoever_asks_first) {
   }
   completions.end(2, {});
   const int fd = completions.fd();
-  CHECK(readable(fd));  // also for what ended before the descriptor was made
+  CHECK(readable(fd));  // also for requests that ended before the descriptor was made
   CHECK(completions.take().size() == 1 && !readable(fd) && completions.take().empty());
   CHECK(contains(message_of<Error>([&] { (void)completions.wait_for(lock, 2, 0); }), "has been reported"));
   completions.end(1, {true, std::nullopt, nullptr});

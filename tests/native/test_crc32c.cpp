@@ -4,7 +4,7 @@
 
 using namespace memascend;
 
-TEST(crc32c_matches_the_check_value_of_its_definition) {  // RFC 3720, appendix B.4; "123456789": Koopman
+TEST(crc32c_matches_the_check_value_of_its_definition) {  // from RFC 3720, appendix B.4; "123456789": from Koopman
   const std::vector<char> zeros(32, 0);
   const std::vector<char> ones(32, '\xff');
   CHECK(crc32c(0, "123456789", 9) == 0xE3069283u);

@@ -17,7 +17,7 @@ using check::message_of;
 
 namespace {
 
-// One engine with a layer of faults, and one tensor "old" that was committed before the faults begin.
+// An engine with fault injection, and a tensor "old" that was committed before the faults begin.
 struct Faulted {
   explicit Faulted(const std::string& backend, int workers = 1)
       : store(bench.open(calls)), engine(std::make_unique<DirectEngine>(store, options_for(backend, workers), calls)) {
@@ -87,13 +87,13 @@ TEST(short_transfers_are_continued_to_the_last_byte) {
   for (const std::string& backend : backends()) {
     Faulted at(backend);
     std::atomic<int> turn{0};
-    at.calls.on_command = [&](AioCommand& command) {  // really moves less
+    at.calls.on_command = [&](AioCommand& command) {  // transfers fewer bytes
       if (command.bytes > 4096 && ++turn % 3 != 0) {
         command.bytes = static_cast<std::uint32_t>(sector_up(command.bytes / 2));
       }
       return 0;
     };
-    at.calls.on_completion = [&](std::uint64_t, int result) {  // and reports odd lengths
+    at.calls.on_completion = [&](std::uint64_t, int result) {  // and reports lengths that are not whole sectors
       return result > 4096 && ++turn % 5 == 0 ? result - 100 : result;
     };
     const std::vector<char> data = pattern(200001, 2);
@@ -258,7 +258,7 @@ TEST(what_has_the_higher_priority_goes_first) {
   const std::vector<char> low = pattern(16384 * 8, 1);
   const std::vector<char> high = pattern(4096 * 3, 2);
   (void)put(engine, "low", low, 0);
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // its first block is on the way
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until its first block is in flight
   (void)put(engine, "high", high, 5);
   hold = false;
   (void)engine.wait(-1);
@@ -288,13 +288,13 @@ TEST(reads_and_writes_of_one_priority_share_the_ring) {
     hold = true;
     std::vector<char> out(there.size());
     (void)engine.read("there", out.data(), static_cast<std::int64_t>(out.size()), 0, 0);
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // its first block is on the way
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // until its first block is in flight
     (void)put(engine, "more", more);
     hold = false;
     (void)engine.wait(-1);
     CHECK(out == there && order.size() == 24);
-    // One queue would hand out all twelve blocks of the read first. At most a ring of four is full before the write
-    // comes.
+    // A single queue would hand out all twelve blocks of the read first. With two, at most a full ring (four) of them
+    // precedes the write.
     CHECK(order.find('w') <= 4);
   }
 }
@@ -350,14 +350,14 @@ TEST(registered_memory_is_used_and_views_of_it_too) {
   CHECK(std::equal(data.begin(), data.end(), memory->data() + 8192));
 }
 
-// With stale pages of freed memory in a ring's table, a write would take the old contents from them.
+// If a ring's table still had the pages of freed memory, a write would use their old contents.
 TEST(unregistered_memory_may_be_freed_and_its_address_used_again) {
   const Bench bench;
   DirectEngine engine(bench.open(), options_for("auto", 2));
   constexpr std::size_t kBytes = 1 << 18;
   auto* memory = static_cast<char*>(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   auto owner = std::make_shared<int>(1);
-  for (unsigned round = 0; round < 300; ++round) {  // more often than a table has slots
+  for (unsigned round = 0; round < 300; ++round) {  // more rounds than a table has slots
     const bool registered = engine.register_buffer(memory, kBytes, owner);
     CHECK(registered == (engine.backend() == AioKind::kUring));
     CHECK(engine.register_buffer(memory, kBytes, owner) == registered);
@@ -394,11 +394,11 @@ TEST(memory_is_unregistered_while_transfers_from_it_are_under_way) {
   }
 }
 
-// A worker that takes checksums meanwhile looks at the ring without blocking. With deferred task work the kernel shows
-// completions only to who enters it.
+// A worker that is computing checksums polls the ring without blocking. With deferred task work, the kernel delivers
+// completions only when the thread enters it.
 TEST(completions_are_seen_without_blocking) {
   if (backends().size() < 2) {
-    return;  // no io_uring here
+    return;  // io_uring is not available
   }
   const Bench bench;
   const Device device(bench.paths[0], kernel_syscalls());
@@ -407,7 +407,7 @@ TEST(completions_are_seen_without_blocking) {
   for (std::uint64_t token = 0; token < 20; ++token) {
     ring->queue({false, 0, -1, memory.data(), 1 << 16, 0, token});
     AioEvent event;
-    int count = ring->run(&event, 1, false);  // hands it over
+    int count = ring->run(&event, 1, false);  // submits it
     for (int tries = 0; tries < 5000 && count == 0; ++tries) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       count = ring->run(&event, 1, false);
@@ -478,7 +478,7 @@ TEST(readers_and_writers_of_one_key_never_see_a_torn_tensor) {
   const Bench bench(2, 8 << 20);
   const std::shared_ptr<Store> store = bench.open();
   EngineOptions options = options_for("auto", 2, 8);
-  options.checksums = Checksums::kOff;  // so that the index alone has to tell
+  options.checksums = Checksums::kOff;  // so that only the index can detect it
   DirectEngine engine(store, options);
   std::vector<std::vector<char>> versions;
   for (char version = 0; version < 4; ++version) {
@@ -501,7 +501,7 @@ TEST(readers_and_writers_of_one_key_never_see_a_torn_tensor) {
   }
   for (std::size_t round = 0; round < 120; ++round) {
     (void)ended(engine, put(engine, "t", versions[round % 4]));
-    (void)ended(engine, put(engine, "u" + std::to_string(round % 7), versions[(round + 1) % 4]));  // takes freed space
+    (void)ended(engine, put(engine, "u" + std::to_string(round % 7), versions[(round + 1) % 4]));  // reuses freed space
     if (round % 5 == 0) {
       (void)store->commit();
     }

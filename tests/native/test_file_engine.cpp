@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::int64_t kBlock = 16 * 4096;
 
-// A folder of its own under the working directory (a real file system: /tmp may be kept in memory), gone at the end.
+// A temporary folder in the working directory, removed by the destructor. It is not in /tmp, which may be in memory.
 class Folder {
  public:
   Folder() {
@@ -58,9 +58,9 @@ void put(const std::string& path, const std::vector<char>& data) {
   std::ofstream(path, std::ios::binary).write(data.data(), static_cast<std::streamsize>(data.size()));
 }
 
-// Injected faults: what stands between the engine and the kernel in one test. Atomic: workers call it.
+// Faults injected between the engine and the kernel in one test. Atomic, since workers read them.
 struct Faults {
-  std::atomic<std::int64_t> max_bytes{1 << 30};  // a transfer moves at most this much
+  std::atomic<std::int64_t> max_bytes{1 << 30};  // a transfer moves at most this many bytes
   std::atomic<int> interrupt_every{0};
   std::atomic<int> fail_call{0};  // the n-th transfer fails ...
   std::atomic<int> fail_errno{0};
@@ -115,8 +115,8 @@ bool inject(int fd, std::size_t bytes, off_t offset) {
   return false;
 }
 
-// A partial direct transfer must still be legal for the kernel: where it is not, the kernel answers EINVAL, and that
-// is one of the things that the engine has to live with.
+// A partial direct transfer may violate the kernel's alignment rules. The kernel then returns EINVAL, which the engine
+// has to cope with too.
 ssize_t faulty_pread(int fd, void* data, std::size_t bytes, off_t offset) {
   return inject(fd, bytes, offset)
              ? -1
@@ -148,7 +148,7 @@ class FaultyFiles : public IoSyscalls {
   }
 } faulty;
 
-// What a wait for everything reports, in short.
+// A summary of the outcomes of a wait for all requests.
 struct Waited {
   std::size_t completed = 0;
   std::vector<RequestFailure> failures;
@@ -165,7 +165,7 @@ Waited wait_all(FileEngine& engine) {
   return out;
 }
 
-// Writes and reads back `bytes` at every kind of address and offset; the file around it must keep.
+// Writes data and reads it back at every kind of address and offset. The rest of the file must be unchanged.
 void round_trips(FileEngine& engine, const Folder& folder, const std::string& note) {
   for (const std::int64_t bytes : {1l, 511l, 512l, 4095l, 4096l, 4097l, 40'000l, 3 * 65'536l, 300'001l}) {
     const auto data = pattern(static_cast<std::size_t>(bytes), 9);
@@ -206,7 +206,7 @@ TEST(file_engine_any_address_length_and_offset) {
   CHECK(engine.statistics().bounced_bytes > 0);
 }
 
-// A page that is written partly past the page cache and partly through it can be torn by the cache's write-back.
+// If a page is written partly directly and partly through the page cache, write-back can overwrite the direct part.
 TEST(file_engine_passes_the_cache_in_whole_pages_only) {
   Folder folder;
   reset_faults();
@@ -360,7 +360,7 @@ TEST(file_engine_many_requests_keep_few_files_open) {
 TEST(file_engine_neighbours_in_one_file_do_not_tear) {
   Folder folder;
   const std::string path = folder.file("shared");
-  constexpr std::int64_t kLength = 10'007;  // no boundary falls on a page
+  constexpr std::int64_t kLength = 10'007;  // no boundary between parts is at a page boundary
   constexpr int kCount = 24;
   std::vector<std::vector<char>> parts;
   for (int i = 0; i < kCount; ++i) {
@@ -404,7 +404,7 @@ TEST(file_engine_keeps_buffers_alive_until_wait_returns) {
   while (engine.pending() > 0) {
     std::this_thread::yield();
   }
-  CHECK(buffer.use_count() == 2);  // the worker is done, but the owner is handed back by wait alone
+  CHECK(buffer.use_count() == 2);  // the worker is done, but only `wait` releases the owner
   CHECK(engine.wait(-1)->size() == 1);
   CHECK(buffer.use_count() == 1);
 }
@@ -420,7 +420,7 @@ TEST(file_engine_after_shutdown_and_in_a_child) {
     const auto message = message_of<Error>([&] { (void)wait_all(engine); });
     alarm(60);
     engine.shutdown();  // must not join threads that the child does not have
-    owner.reset();      // nor wait for those that wait on the conditions
+    owner.reset();      // nor wait for threads that wait on the conditions
     _exit(contains(message, "forked child") ? 0 : 1);
   }
   int status = 0;

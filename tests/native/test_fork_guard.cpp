@@ -15,7 +15,7 @@ using namespace memascend;
 
 namespace {
 
-// One letter a page: d if forked children do not get it (VmFlags "dc" of /proc/self/smaps), else c.
+// Returns one letter per page: d if forked children do not inherit it (VmFlags "dc" of /proc/self/smaps), else c.
 std::string pages_of(const char* data, int count) {
   std::string out(static_cast<std::size_t>(count), '?');
   std::ifstream smaps("/proc/self/smaps");
@@ -48,7 +48,7 @@ struct Pages {
   char* data;
 };
 
-// The child's exit status, or minus the signal that ended it.
+// Runs `body` in a forked child. Returns the child's exit status, or minus the signal that ended it.
 template <typename Body>
 int in_child(const Body& body) {
   const pid_t child = fork();
@@ -70,7 +70,7 @@ TEST(fork_guard_takes_whole_pages_and_gives_them_back) {
   }
   CHECK(pages_of(pages.data, 4) == "cccc");
   {
-    const ForkGuard inner(pages.data + 100, 3 * kPageBytes);  // shares its first and its last page with others
+    const ForkGuard inner(pages.data + 100, 3 * kPageBytes);  // covers its first and its last page only partly
     CHECK(pages_of(pages.data, 4) == "cddc");
     const ForkGuard less_than_a_page(pages.data, 100), none(pages.data, 0);
     CHECK(pages_of(pages.data, 4) == "cddc");
@@ -106,9 +106,9 @@ TEST(a_child_knows_what_it_did_not_get_and_leaves_what_is_there_now) {
           if (!ForkGuard::withheld_from_us(pages.data, 1) || ForkGuard::withheld_from_us(pages.data + kPageBytes, 1)) {
             return 1;
           }
-          const Pages own(1);  // of its own, with a guard of its own
+          const Pages own(1);  // a page of the child's, with its own guard
           const ForkGuard of_own(own.data, kPageBytes);
-          guard.reset();  // the parent's: nothing happens
+          guard.reset();  // the parent's guard: this has no effect
           return pages_of(own.data, 1) == "d" && ForkGuard::withheld_from_us(pages.data, 1) ? 0 : 2;
         }) == 0);
   CHECK(pages_of(pages.data, 2) == "dc");
@@ -123,7 +123,7 @@ TEST(a_registered_block_is_kept_from_children_until_it_is_freed) {
   auto* data = reinterpret_cast<char*>(known.address);
   CHECK(pages_of(data, 1) == "d" && pages_of(reinterpret_cast<char*>(plain.address), 1) == "c");
   CHECK(in_child([&] {
-          // At the block's address there is something of the child's own now, which a release must not unmap.
+          // The child maps its own memory at the block's address, which a release must not unmap.
           void* own =
               mmap(data, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
           if (own != data) {

@@ -10,7 +10,7 @@ using check::message_of;
 
 TEST(latency_visits_every_line_of_one_cycle) {
   alignas(64) static std::int64_t memory[8 * 1000];
-  // After as many hops as there are lines the cycle is closed: line 0 ends where it began, and points to itself.
+  // After as many hops as there are lines the walk is back at line 0, which the final store makes point to itself.
   CHECK(load_latency_ns(memory, sizeof(memory), 1000, 7) > 0);
   CHECK(memory[0] == 0);
   std::vector<bool> seen(1000, false);

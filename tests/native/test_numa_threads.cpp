@@ -18,7 +18,8 @@ cpu_set_t own_cpus() {
   return mask;
 }
 
-// Two nodes, each with the even or the odd half of the chunks; both may use all processors, or the first only one.
+// A plan for two nodes, one with the even chunks and one with the odd ones. Both may use all processors, or the first
+// only one.
 NumaPlan plan_of(std::int64_t chunks, int first_threads, int second_threads, bool one_cpu) {
   const cpu_set_t all = own_cpus();
   CpuNode first{0, all};

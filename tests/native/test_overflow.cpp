@@ -30,7 +30,7 @@ float from_bfloat16(std::uint16_t bits) {
   return value;
 }
 
-// Value of IEEE half precision by its definition; independent of the mask that the code under test uses.
+// Returns the value of an IEEE half by its definition, independently of the mask in the code under test.
 float from_float16(std::uint16_t bits) {
   const int exponent = (bits >> 10) & 31;
   const int fraction = bits & 1023;
@@ -47,7 +47,7 @@ TEST(overflow_agrees_with_isfinite_on_every_16_bit_pattern) {
   for (const SimdLevel level : levels_here()) {
     for (std::uint32_t bits = 0; bits < 65536; ++bits) {
       std::vector<std::uint16_t> words(70, 0x3C00);
-      words[bits % words.size()] = static_cast<std::uint16_t>(bits);  // in the vectors and in the rest behind them
+      words[bits % words.size()] = static_cast<std::uint16_t>(bits);  // in the vectors and in the remainder after them
       const bool half = has_overflow(words.data(), 70, FloatFormat::kFloat16, 1, level);
       const bool brain = has_overflow(words.data(), 70, FloatFormat::kBFloat16, 1, level);
       if (half == static_cast<bool>(std::isfinite(from_float16(static_cast<std::uint16_t>(bits)))) ||
@@ -93,7 +93,7 @@ TEST(overflow_finds_the_one_bad_value_wherever_it_is) {
 TEST(overflow_reads_nothing_beyond_an_unaligned_end) {
   for (int count = 0; count < 70; ++count) {
     std::vector<std::uint16_t> words(static_cast<std::size_t>(count) + 1, 0);
-    std::vector<std::uint16_t> exact(words.begin() + 1, words.end());  // the sanitizer guards its ends
+    std::vector<std::uint16_t> exact(words.begin() + 1, words.end());  // the sanitizer checks its ends
     CHECK(!has_overflow(exact.data(), count, FloatFormat::kFloat16, 1));
     CHECK(!has_overflow(words.data() + 1, count, FloatFormat::kFloat16, 1));
   }
@@ -105,7 +105,7 @@ TEST(overflow_stops_early) {
   CHECK(data != MAP_FAILED);
   data[5] = INFINITY;
   CHECK(mprotect(reinterpret_cast<char*>(data) + (1 << 20), kBytes - (1 << 20), PROT_NONE) == 0);
-  CHECK(has_overflow(data, kBytes / 4, FloatFormat::kFloat32, 1));  // reading on would fault
+  CHECK(has_overflow(data, kBytes / 4, FloatFormat::kFloat32, 1));  // would fault if it did not stop early
   munmap(data, kBytes);
 }
 

@@ -87,7 +87,7 @@ TEST(pinned_bad_sizes_say_what_to_do) {
 TEST(pinned_over_the_memlock_limit_touches_or_refuses) {
   rlimit before{};
   CHECK(getrlimit(RLIMIT_MEMLOCK, &before) == 0);
-  const pid_t child = fork();  // the limit binds only without the capability, which root drops in a child
+  const pid_t child = fork();  // the limit applies only without CAP_IPC_LOCK, which root gives up in a child
   if (child == 0) {
     rlimit none{0, before.rlim_max};
     setrlimit(RLIMIT_MEMLOCK, &none);
@@ -131,7 +131,7 @@ TEST(pinned_block_that_cannot_be_unregistered_stays_mapped) {
   (void)registry.drain_events();
   CHECK(registry.release(block.address));
   *reinterpret_cast<volatile char*>(block.address) = 1;  // would fault if it were unmapped
-  CHECK(registry.drain_events().empty());                // and no free is claimed
+  CHECK(registry.drain_events().empty());                // and no free is logged
 }
 
 TEST(pinned_forked_child_does_not_unregister) {
@@ -169,7 +169,7 @@ TEST(pinned_transparent_huge_pages_start_on_one_and_reserve_no_more) {
 TEST(pinned_transparent_huge_pages_give_both_ends_back) {
   PinnedRegistry registry;
   const PinnedBlock block = registry.allocate(kPageBytes, kPageBytes, false, false, PageKind::kTransparent);
-  // Somebody else's fixed mappings right before and behind succeed exactly if nothing of ours is left there.
+  // Other mappings directly before and after the block succeed only if no part of our larger mapping is left there.
   for (const std::uintptr_t beside : {block.address - kPageBytes, block.address + kPageBytes}) {
     void* got = mmap(reinterpret_cast<void*>(beside), kPageBytes, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
@@ -186,7 +186,7 @@ TEST(pinned_reserved_huge_pages_are_locked_or_refused_with_the_fix) {
   };
   CHECK(contains(refusal(kPageBytes), "whole 2097152-byte pages"));
   const std::int64_t ram = static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
-  std::int64_t most = kHugePageBytes;  // half the machine is more than anybody sets aside
+  std::int64_t most = kHugePageBytes;  // a quarter to half of the RAM: more than is ever reserved
   while (most * 4 <= ram) {
     most *= 2;
   }
@@ -198,7 +198,7 @@ TEST(pinned_reserved_huge_pages_are_locked_or_refused_with_the_fix) {
     CHECK(block.locked && block.address % kHugePageBytes == 0);
     *reinterpret_cast<volatile char*>(block.address + kHugePageBytes - 1) = 1;
     CHECK(registry.release(block.address));
-  } catch (const Error& error) {  // none are set aside here
+  } catch (const Error& error) {  // no huge pages are reserved on this machine
     CHECK(error.kind() == ErrorKind::kOutOfMemory);
   }
 }

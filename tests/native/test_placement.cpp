@@ -52,7 +52,7 @@ TEST(placement_that_the_kernel_refuses_names_the_nodes_and_leaves_no_block) {
 }
 
 TEST(placement_counts_pages_that_nobody_has_touched_apart) {
-  const std::size_t bytes = 20000 * kPageBytes;  // more than one question
+  const std::size_t bytes = 20000 * kPageBytes;  // needs more than one system call
   auto* data = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   data[0] = data[17000 * kPageBytes] = 1;
   CHECK((pages_by_node(data, static_cast<std::int64_t>(bytes)) == Pages{{-1, 19998}, {0, 2}}));
@@ -78,7 +78,7 @@ TEST(placement_stripes_give_each_node_its_share_to_the_page) {
   }
 }
 
-// Whatever part of it a thread works on has each node's share: no thread has the slow node's pages to itself.
+// Any part that a thread works on contains each node's share, so no thread gets all pages of the slow node.
 TEST(placement_stripes_are_spread_evenly) {
   std::int64_t at = 0, first = 0;
   for (const Stripe& stripe : stripes_of(64 * 512, {3, 1})) {

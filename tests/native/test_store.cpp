@@ -22,7 +22,8 @@ void write_tensor(DirectEngine& engine, const std::string& key, const std::vecto
   CHECK(!ended(engine, put(engine, key, data)).failure);
 }
 
-// What a store holds, read by plain device reads; a tensor that fails its checksum is empty text "damaged".
+// Returns the contents of a store, read by plain device reads. A tensor that fails its checksum has the contents
+// "damaged".
 State contents(Store& store) {
   State out;
   for (const auto& [key, record] : store.list()) {
@@ -38,7 +39,7 @@ State contents(Store& store) {
   return out;
 }
 
-// A write that reached a device, or a flush of it.
+// A write to a device, or a flush.
 struct Event {
   bool flush = false;
   std::size_t member = 0;
@@ -77,7 +78,7 @@ class Recorder : public IoSyscalls {
   std::mutex mutex_;
 };
 
-// What a power cut may leave: files that hold all that was flushed, and of the rest any 512-byte sectors.
+// The state that a power cut may leave: files with everything that was flushed, and any 512-byte sectors of the rest.
 class Wreck {
  public:
   explicit Wreck(const std::vector<std::string>& paths) {
@@ -106,7 +107,7 @@ class Wreck {
   [[nodiscard]] bool has_unflushed() const {
     return std::any_of(unflushed_.begin(), unflushed_.end(), [](const auto& writes) { return !writes.empty(); });
   }
-  // Each sector of an unflushed write lands with the given chance.
+  // Each sector of an unflushed write reaches the device with probability `chance`.
   void tear(double chance, std::mt19937& random) {
     for (std::size_t member = 0; member < fds_.size(); ++member) {
       for (const Event* write : unflushed_[member]) {
@@ -316,7 +317,7 @@ TEST(two_users_see_each_others_commits_and_share_the_space) {
     CHECK(get(second, "a") == pattern(30000, round));
     CHECK(get(first, "b") == pattern(30000, round + 50));
     if (round % 6 == 0) {
-      (void)(round % 4 == 0 ? one : two)->collect();  // the other has to follow to the new half
+      (void)(round % 4 == 0 ? one : two)->collect();  // the other one has to switch to the new half
     }
   }
   CHECK(one->space().processes == 2);
@@ -351,17 +352,17 @@ TEST(what_a_killed_process_held_is_given_back) {
 }
 #endif
 
-// A killed process loses no page cache, a power cut does: the log of writes is cut at every place, what was not
-// flushed is dropped, kept, or torn at 512 bytes, and the store is opened on what is left.
+// Unlike a killed process, a power cut loses the page cache. The sequence of writes is cut after every event; writes
+// that were not flushed are dropped, kept, or kept in part (in sectors of 512 bytes); then the store is opened.
 TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
   const Bench bench(2, (1 << 20) + 2 * 12288 + (512 << 10), 4096, 12288);
   const Bench wrecked(2, (1 << 20) + 2 * 12288 + (512 << 10), 4096, 12288);
-  for (std::size_t member = 0; member < 2; ++member) {  // the same store, as formatted
+  for (std::size_t member = 0; member < 2; ++member) {  // a copy of the freshly formatted store
     CHECK(std::system(("cp " + bench.paths[member] + " " + wrecked.paths[member]).c_str()) == 0);
   }
   Recorder recorder;
   std::vector<State> states{{}};
-  std::vector<std::size_t> begins{0};  // commit k > 0 took the events [begins[k], ends[k])
+  std::vector<std::size_t> begins{0};  // commit k > 0 made the events [begins[k], ends[k])
   std::vector<std::size_t> ends{0};
   {
     StoreOptions options;
@@ -398,7 +399,7 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
   std::size_t committed = 0;
   std::size_t opened = 0;
   const std::size_t stride =
-      UNDER_SANITIZER ? 7 : 1;  // a sanitizer looks at the accesses, which are alike at all places
+      UNDER_SANITIZER ? 7 : 1;  // a sanitizer checks memory accesses, which are alike for all cuts
   for (std::size_t cut = 0; cut <= recorder.events.size(); ++cut) {
     if (cut > 0) {
       wreck.follow(recorder.events[cut - 1]);

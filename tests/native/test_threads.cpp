@@ -84,7 +84,7 @@ TEST(threads_serve_several_callers_and_nested_calls) {
   CHECK(good == 200);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // TSan does not support threads that are started after a fork
+#if !defined(__SANITIZE_THREAD__)  // TSan does not support starting threads after a fork
 TEST(threads_work_in_a_forked_child) {
   CHECK(each_chunk_once(100, 3));
   const pid_t child = fork();

@@ -12,7 +12,7 @@ using namespace memascend;
 
 namespace {
 
-// True if the mapping that holds `pointer` is shared ("rw-s" in the kernel's map).
+// Returns whether the mapping that contains `pointer` is shared ("rw-s" in /proc/self/maps).
 bool is_shared_mapping(const void* pointer) {
   std::ifstream maps("/proc/self/maps");
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -35,7 +35,7 @@ TEST(tracking_serves_the_device_role_from_shared_mappings_only) {
   void* device = heap.allocate(kTrackedFromBytes);
   void* small = heap.allocate(kTrackedFromBytes - 1);
   CHECK(!is_shared_mapping(host) && is_shared_mapping(device) && !is_shared_mapping(small));
-  heap.set_role(Role::kHost);  // frees must not depend on the role of the moment
+  heap.set_role(Role::kHost);  // frees must not depend on the current role
   heap.deallocate(device);
   CHECK(!is_shared_mapping(device));
   heap.deallocate(small);
@@ -53,7 +53,7 @@ TEST(tracking_gives_a_freed_device_block_to_the_next_of_its_size_and_keeps_none_
   void* other_size = heap.allocate(200'000);
   void* second = heap.allocate(100'000);
   CHECK(second == first && other_size != first);
-  CHECK(heap.totals().peak_bytes[1] == 300'000);  // what waits is not alive
+  CHECK(heap.totals().peak_bytes[1] == 300'000);  // blocks kept for reuse are not live
   heap.deallocate(second);
   heap.deallocate(other_size);
   heap.set_role(Role::kHost);

@@ -21,7 +21,7 @@ std::vector<SimdLevel> levels_here() {
   return levels;
 }
 
-// Finite bit patterns of a 16-bit format, in an order that mixes sizes.
+// Returns the finite bit patterns of a 16-bit format, in an order that mixes magnitudes.
 std::vector<std::uint16_t> finite_patterns(std::uint16_t exponent) {
   std::vector<std::uint16_t> out;
   for (std::uint32_t i = 0; i < 65536; ++i) {
@@ -92,7 +92,7 @@ TEST(unscale_finds_one_bad_value_anywhere) {
         data[place] = kept;
       }
     }
-    // What a format cannot hold is an overflow too, once it is scaled.
+    // A scaled value that exceeds the range of the format is an overflow too.
     std::vector<std::uint16_t> half(100, 0x7BFF);
     CHECK(unscale_norm_overflow(half.data(), FloatFormat::kFloat16, half.data(), FloatFormat::kFloat16, 100, 2.0, 1,
                                 level)

@@ -1,4 +1,4 @@
-// Volatile engines: in place, in turn, and no space beyond that of the tensors.
+// Volatile engines write in place, run requests on a key in order, and need no space beyond that of the tensors.
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -96,7 +96,7 @@ TEST(a_write_that_finds_no_space_leaves_the_tensor_as_it_was) {
       "no space left"));
   CHECK(get(at.engine, "t") == old && at.store->space().free_bytes == free);
   const std::vector<char> larger =
-      pattern(static_cast<std::size_t>(space / 2 - 4096), 4);  // beside it there is no room
+      pattern(static_cast<std::size_t>(space / 2 - 4096), 4);  // fits only in the space of the old one
   (void)ended(at.engine, put(at.engine, "t", larger));
   CHECK(get(at.engine, "t") == larger);
   CHECK(get(at.engine, "u") == pattern(static_cast<std::size_t>(space / 2), 2));
@@ -106,7 +106,7 @@ TEST(requests_on_one_key_run_in_the_order_of_their_submission) {
   for (const std::string& backend : backends()) {
     Swap at(backend);
     std::vector<std::vector<char>> reads(24, std::vector<char>(100001));
-    for (unsigned round = 0; round < reads.size(); ++round) {  // nothing is waited for between
+    for (unsigned round = 0; round < reads.size(); ++round) {  // without waiting for any request
       (void)put(at.engine, "t", pattern(100001, round), static_cast<int>(round % 3));
       (void)at.engine.read("t", reads[round].data(), 100001, 0, static_cast<int>(round % 5));
     }
@@ -202,7 +202,7 @@ TEST(erasing_a_tensor_in_use_gives_its_space_to_nobody_before_the_end) {
   hold = false;
   CHECK(!ended(at.engine, request).failure && out == pattern(100000, 1));
   for (int tries = 0; tries < 1000 && at.store->space().free_bytes != before; ++tries) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the worker lets go of it after it has reported
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the worker releases it after it has reported
   }
   CHECK(at.store->space().free_bytes == before);
 }
@@ -276,7 +276,7 @@ TEST(a_store_of_one_file_grows_while_it_is_used_and_stays_so) {
     CHECK(store.space().data_bytes >= before + 8000000);
     (void)ended(engine, put(engine, "u", pattern(7900000, 2)));
     CHECK(get(engine, "u") == pattern(7900000, 2) && get(engine, "t") == pattern(100000, 1));
-    store.grow(1, true);  // never smaller
+    store.grow(1, true);  // never shrinks the store
     CHECK(store.space().data_bytes >= before + 8000000);
     const std::shared_ptr<Store> other = bench.open();
     CHECK(other->space().data_bytes == store.space().data_bytes);

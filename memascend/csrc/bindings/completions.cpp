@@ -30,7 +30,8 @@ py::list as_list(const std::vector<EndedRequest>& ended) {
   return out;
 }
 
-// Python runs their handlers in the main thread alone; another one may still wait when the interpreter has ended.
+// Python runs signal handlers only in the main thread. Other threads return at once, without taking the GIL: they may
+// still be waiting when the interpreter has ended.
 void raise_pending_signals() {
   if (gettid() != getpid()) {
     return;

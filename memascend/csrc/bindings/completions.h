@@ -1,4 +1,4 @@
-// What both engines share: how requests end, and what was counted of them.
+// Bindings that both engines share: outcomes of requests, and statistics.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,11 @@
 namespace memascend::bindings {
 
 py::tuple as_tuple(const RequestOutcome& outcome);            // (cancelled, failure or None)
-py::list as_list(const std::vector<EndedRequest>& ended);     // (request, cancelled, failure or None) of each
+py::list as_list(const std::vector<EndedRequest>& ended);     // (request, cancelled, failure or None) for each
 py::dict as_dict(const IoStatistics& counted);
 
-// Ctrl-C and other signals that Python handles end a wait for a drive that hangs.
+// Raises the exceptions of pending signal handlers, so that Ctrl-C and other signals that Python handles end a wait for
+// a drive that hangs.
 void raise_pending_signals();
 
 template <typename Engine>
@@ -39,7 +40,7 @@ py::object wait_for_all(Engine& engine, double seconds) {
   return ended ? py::object(as_list(*ended)) : py::object(py::none());
 }
 
-// Joining the workers may take as long as the requests in flight: others should run meanwhile.
+// Releases the GIL while it joins the workers, since that may take as long as the requests in flight.
 template <typename Engine>
 struct EndingDeleter {
   void operator()(Engine* engine) const {
@@ -59,7 +60,7 @@ void bind_completions(Class& type) {
       .def("cancel", &Engine::cancel, NoGil())
       .def("refuse", &Engine::refuse, NoGil())
       .def("shutdown", &Engine::shutdown, NoGil())
-      // For good: nothing of it is freed, nor its faults, since a worker may be in the kernel, or come back from there.
+      // Leaks the engine and its fault layer for good, since a worker may be in the kernel and still return from there.
       .def("leave", [](const py::object& self) { self.inc_ref(); })
       .def("statistics", [](const Engine& self) { return as_dict(self.statistics()); })
       .def_property_readonly("buffered_path", &Engine::buffered_path)

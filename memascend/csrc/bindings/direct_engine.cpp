@@ -1,4 +1,4 @@
-// The direct engine and its store.
+// Bindings of the direct engine and its store.
 
 #include <ATen/ATen.h>
 
@@ -70,7 +70,7 @@ std::shared_ptr<Store> open_store(const std::vector<std::string>& paths, const s
                                  faults != nullptr ? *faults : kernel_syscalls());
 }
 
-// Of a store, or of an engine.
+// Lists the records of a store or of an engine.
 template <typename Index>
 py::list list_records(Index& index) {
   std::vector<std::pair<std::string, RecordPointer>> found;

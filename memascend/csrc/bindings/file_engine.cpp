@@ -1,4 +1,4 @@
-// The engine for plain files.
+// Bindings of the engine for plain files.
 
 #include <ATen/ATen.h>
 

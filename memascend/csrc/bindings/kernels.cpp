@@ -1,4 +1,4 @@
-// The kernels: overflow check, unscale, AdamW. Most are operators of torch.
+// Bindings of the kernels: overflow check, unscale, AdamW. Most are operators of torch.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -46,7 +46,7 @@ bool tensor_has_overflow(const at::Tensor& tensor) {
   }
   const void* data = tensor.const_data_ptr();
   const int threads = at::get_num_threads();
-  if (tensor.is_non_overlapping_and_dense()) {  // contiguous, or a permutation of it: one run of memory
+  if (tensor.is_non_overlapping_and_dense()) {  // contiguous up to a permutation of dimensions
     return has_overflow(data, tensor.numel(), format, threads);
   }
   return has_overflow_strided(data, tensor.sizes().vec(), tensor.strides().vec(), format, threads);
@@ -65,7 +65,7 @@ std::uint64_t read_all_bytes(const at::Tensor& tensor) {
 
 // ------------------------------------------------------------------------------------ unscale, norm and overflow
 
-// Errors cross the dispatcher as torch's own types, which need no GIL and no translator of ours.
+// Converts errors to torch's own types, which pass the dispatcher without the GIL and without our translator.
 template <class Body>
 void with_torch_errors(const Body& body) {
   try {
@@ -203,7 +203,7 @@ void check_adamw8(const at::Tensor& param, const at::Tensor& grad, const at::Ten
   TORCH_CHECK_VALUE(grad.is_contiguous(), "adamw8: grad is not contiguous");
   check_codes("exp_avg", exp_avg, param.sizes());
   check_codes("exp_avg_sq", exp_avg_sq, param.sizes());
-  // From the sizes, which a tensor that is traced has too.
+  // Computed from the sizes, which a tensor that is being traced has too.
   const std::int64_t numel = c10::multiply_integers(param.sizes());
   check_codes("scales", scales, {(numel + kBlock - 1) / kBlock, 2});
 }

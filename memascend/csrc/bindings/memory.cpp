@@ -1,4 +1,4 @@
-// Pinned memory, where its pages are, and how fast they are reached.
+// Bindings of pinned memory, the placement of its pages, and memory latency.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -73,7 +73,7 @@ PageKind page_kind(const std::string& name) {
   return PageKind::kSmall;
 }
 
-// Mode, nodes, and their weights where they are striped; none: where the thread that touches runs.
+// Mode, nodes, and their weights for striped memory. None: on the node of the thread that touches a page.
 using NamedPlacement = std::optional<std::tuple<std::string, std::vector<int>, std::vector<std::int64_t>>>;
 
 Placement placement_of(const NamedPlacement& named) {
@@ -123,7 +123,7 @@ std::pair<at::Tensor, py::dict> pinned_empty(std::int64_t numel, const py::objec
     block =
         PinnedRegistry::instance().allocate(numel * item_bytes, reserved_bytes, lock, require_lock, kind, placement);
   }
-  // The lambda is held by the storage: it runs once, after the last view has gone, with or without the GIL.
+  // The storage owns the lambda: it runs once, after the last view has been destroyed, with or without the GIL.
   at::Tensor tensor = at::from_blob(
       reinterpret_cast<void*>(block.address), {numel},
       [](void* data) { PinnedRegistry::instance().release(reinterpret_cast<std::uintptr_t>(data)); },
@@ -162,7 +162,7 @@ void bind_memory(py::module_& module) {
              py::arg("lock"), py::arg("require_lock"), py::arg("pages") = "small", py::arg("placement") = py::none());
   module.def("pages_by_node", &named_pages_by_node, py::arg("address"), py::arg("bytes"), NoGil());
   module.def("compute_alone", [] {
-    (void)at::get_num_threads();  // the first call of a thread sets what it may use
+    (void)at::get_num_threads();  // the first call in a thread sets its number of threads
 #if defined(_OPENMP)
     omp_set_num_threads(1);
 #endif

@@ -1,5 +1,4 @@
-// The module memascend._C. Only the files of this folder know both torch and the core: they convert, and decide
-// nothing.
+// The module memascend._C. Only the files of this folder use both torch and the core: they only convert between them.
 
 #include <torch/version.h>
 

@@ -1,4 +1,4 @@
-// Others run Python while this thread is in the core.
+// Lets other threads run Python while this one is in the core.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace memascend {
 
-// As pybind11::gil_scoped_release, but for a thread that comes back when the interpreter has ended meanwhile: up to
-// Python 3.13 that thread is ended there by unwinding its stack, which no destructor survives (std::terminate, status
-// 134 in place of the script's). It stays here instead, as in Python 3.14, until the process has ended.
+// Like pybind11::gil_scoped_release, except for a thread that returns after the interpreter has ended. Up to Python
+// 3.13, Python ends such a thread by unwinding its stack, which a destructor turns into std::terminate (status 134
+// instead of the script's). Here the thread waits until the process has ended, as in Python 3.14.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}

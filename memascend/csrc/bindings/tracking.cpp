@@ -1,4 +1,4 @@
-// The allocator that takes the place of PyTorch's, and accounts for what it gives.
+// Bindings of the tracking allocator, which replaces PyTorch's and records its blocks.
 
 #include <ATen/ATen.h>
 #include <c10/core/CPUAllocator.h>
@@ -20,7 +20,7 @@ void free_tracked(void* pointer) {
   TrackingHeap::instance().deallocate(pointer);
 }
 
-// Takes the place of PyTorch's CPU allocator. Blocks that the stock one has handed out keep their own deleter.
+// Replaces PyTorch's CPU allocator. Blocks that the stock allocator has allocated keep their own deleter.
 struct TrackingAllocator final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
     void* data = nullptr;

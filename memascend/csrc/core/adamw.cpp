@@ -14,7 +14,7 @@
 namespace memascend {
 namespace {
 
-// 64 KiB of each fp32 tensor: long enough for the prefetchers, short enough to share out evenly.
+// A chunk is 64 KiB of each fp32 tensor: long enough for the prefetchers, short enough to distribute work evenly.
 constexpr std::int64_t kChunkGroups = 512;
 constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
 
@@ -32,7 +32,7 @@ void check(const AdamWTensors& t, const AdamWOptions& o) {
   require_options("adamw", o);
 }
 
-// The step over one thread's chunk, or over a part of a group in a group of its own.
+// Runs the step over a chunk, or over part of a group in a padded group. Called by several threads at once.
 class Step {
  public:
   Step(const AdamWTensors& tensors, const AdamWOptions& options, SimdLevel level)
@@ -42,7 +42,7 @@ class Step {
         kernel_(simd_kernels(level).adamw[t_.state_format == FloatFormat::kFloat32 ? 0 : 1]
                                          [static_cast<int>(t_.grad_format)][static_cast<int>(t_.copy_format)]) {}
 
-  // Elements [begin, begin + 32 * groups); offset + begin is a multiple of 32.
+  // Updates elements [begin, begin + 32 * groups); offset + begin is a multiple of 32.
   void whole(std::int64_t begin, std::int64_t groups) {
     const AdamWPiece piece{at(t_.param, begin, state_bytes()),
                            at(t_.grad, begin, grad_bytes()),
@@ -57,7 +57,8 @@ class Step {
     }
   }
 
-  // Less than a group, at the place in it that the elements have in the whole tensor.
+  // Updates fewer elements than a group has. They are copied into a padded group, at the position that they have in
+  // their group of the whole tensor, since the random numbers depend on it.
   void part(std::int64_t begin, std::int64_t count) {
     alignas(64) char param[kGroup * 4] = {}, momentum[kGroup * 4] = {}, variance[kGroup * 4] = {};
     alignas(64) char grad[kGroup * 4], copy[kGroup * 2];
@@ -83,7 +84,8 @@ class Step {
     }
   }
 
-  // From element `first` on, in chunks of `elements`. States are read and written.
+  // Describes the arrays from element `first` on, in chunks of `elements`, for planning threads near the data. States
+  // count twice, since they are read and written.
   [[nodiscard]] std::vector<ChunkedArray> arrays(std::int64_t first, std::int64_t elements) const {
     std::vector<ChunkedArray> found;
     for (const void* data : {t_.param, t_.momentum, t_.variance}) {
@@ -93,7 +95,7 @@ class Step {
     return found;
   }
 
-  // Throws if a group was left out.
+  // Throws if a group was skipped because a number is not finite.
   void report(const AdamWOptions& options) const {
     const std::int64_t begin = first_bad_.load();
     if (begin == kNowhere) {

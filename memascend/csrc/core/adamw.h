@@ -9,9 +9,9 @@
 
 namespace memascend {
 
-// Runs of `count` elements that do not overlap. The states (parameter, momentum, variance) are all fp32, or all bf16
-// and then rounded stochastically; the gradient has any format; `copy`, the parameter as it is kept, rounded to
-// nearest, may be null (kNone).
+// Arrays of `count` elements each, which do not overlap. The states (parameter, momentum, variance) are all fp32, or
+// all bf16 and then rounded stochastically. The gradient may have any format. `copy` receives the parameter as it is
+// stored, rounded to nearest; it is null if the format is kNone.
 struct AdamWTensors {
   void* param;
   const void* grad;
@@ -24,10 +24,10 @@ struct AdamWTensors {
   std::int64_t count;
 };
 
-// A step over slices gives the bits of a step over the whole, with any number of threads and any instruction set.
-// Throws Error(kInvalidArgument) for options that make no sense, and Error(kState) where a number is not finite before
-// or after the step: it names the tensor and the element. Then the group of 32 elements around each such number is as
-// it was, and all others are updated.
+// Updates the tensors by one step. A step over slices gives the same bits as a step over the whole tensor, with any
+// number of threads and any instruction set. Throws Error(kInvalidArgument) for invalid options. Throws Error(kState),
+// which names the tensor and the element, if a number is not finite before or after the step: the group of 32 elements
+// around each such number is then unchanged, and all others are updated.
 void adamw(const AdamWTensors& tensors, const AdamWOptions& options, int threads, SimdLevel level = best_simd_level());
 
 }  // namespace memascend

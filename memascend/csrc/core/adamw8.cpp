@@ -13,7 +13,7 @@
 namespace memascend {
 namespace {
 
-// As many elements as a chunk of the other states has.
+// A chunk has as many elements as in adamw.cpp.
 constexpr std::int64_t kChunkBlocks = 512;
 constexpr std::int64_t kNowhere = std::numeric_limits<std::int64_t>::max();
 constexpr std::int64_t kParamBytes = 2;
@@ -32,7 +32,7 @@ void check(const AdamW8Tensors& t, const AdamWOptions& o) {
                                               " is inside a block: cut tensors at multiples of 32 elements");
 }
 
-// The step over one thread's chunk, or over the last elements in a block of their own.
+// Runs the step over a chunk, or over the last elements in a padded block. Called by several threads at once.
 class Step {
  public:
   Step(const AdamW8Tensors& tensors, const AdamWOptions& options, SimdLevel level)
@@ -50,8 +50,8 @@ class Step {
     }
   }
 
-  // Less than a block, at its beginning. The rest of the block repeats its first element: finite if that is, and no
-  // larger.
+  // Updates fewer elements than a block has, at its beginning. The rest of the padded block repeats the first element:
+  // it is finite if that one is, and does not change the block's scales.
   void part(std::int64_t block, std::int64_t count) {
     alignas(64) char a_param[kBlock * kParamBytes];
     alignas(64) char a_grad[kBlock * 4];
@@ -77,7 +77,8 @@ class Step {
     std::memcpy(t_.scales + 2 * block, scales, 2);
   }
 
-  // In chunks of `elements`. States are read and written.
+  // Describes the arrays, in chunks of `elements`, for planning threads near the data. States count twice, since they
+  // are read and written.
   [[nodiscard]] std::vector<ChunkedArray> arrays(std::int64_t elements) const {
     return {{t_.param, elements * kParamBytes, 2},
             {t_.momentum, elements, 2},
@@ -85,7 +86,7 @@ class Step {
             {t_.grad, elements * grad_bytes(), 1}};
   }
 
-  // Throws if a block was left out.
+  // Throws if a block was skipped because a number is not finite.
   void report(const AdamWOptions& options) const {
     const std::int64_t begin = first_bad_.load();
     if (begin == kNowhere) {

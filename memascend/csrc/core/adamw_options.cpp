@@ -37,7 +37,7 @@ AdamWFactors factors_of(const AdamWOptions& o) {
   f.decay = static_cast<float>(1 - o.lr * o.weight_decay);
   f.step_size = static_cast<float>(o.lr / (1 - std::pow(o.beta1, step)));
   for (std::uint64_t round = 0; round <= kArsRounds + 1;
-       ++round) {  // Weyl sequences; the constants are those of the paper
+       ++round) {  // Weyl sequences with the constants of Salmon et al. (SC'11)
     f.round_key[round][0] = o.seed + round * 0x9E3779B97F4A7C15u;
     f.round_key[round][1] = round * 0xBB67AE8584CAA73Bu;
   }

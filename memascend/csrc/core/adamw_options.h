@@ -1,4 +1,4 @@
-// What every AdamW kernel is told, with the checks and the numbers that follow from it.
+// Options that all AdamW kernels share, their validation, and the factors that follow from them.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ struct AdamWOptions {
   double weight_decay;
   double grad_scale = 1;            // gradients are multiplied by this on the fly: 1 / loss scale, clipping
   std::uint64_t seed = 0;           // of stochastic rounding
-  std::int64_t element_offset = 0;  // place of the first element in the whole tensor, for a slice of it
+  std::int64_t element_offset = 0;  // for a slice: the index of its first element in the whole tensor
 };
 
-// Throws Error(kInvalidArgument), beginning with `what`, for options that make no sense.
+// Throws Error(kInvalidArgument), with a message that begins with `what`, for invalid options.
 void require_options(const char* what, const AdamWOptions& options);
 
 [[nodiscard]] AdamWFactors factors_of(const AdamWOptions& options);
 
-// Element `i`, widened.
+// Returns element `i`, widened to float.
 [[nodiscard]] float value_at(const void* data, FloatFormat format, std::int64_t i);
 
 }  // namespace memascend

@@ -1,4 +1,5 @@
-// Asynchronous transfers by raw system calls: io_uring, or libaio where that is not to be had. One thread each.
+// Asynchronous transfers by raw system calls: io_uring, or libaio where io_uring is unavailable. Each backend object
+// belongs to one thread.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,8 @@ struct AioEvent {
 enum class AioKind { kUring, kLibaio };
 [[nodiscard]] const char* aio_kind_name(AioKind kind) noexcept;
 
-// Used by the thread that made it, except for `wake`. Commands are taken in order and complete in any.
+// Not thread-safe: only the thread that made it may use it, except for `wake`. Commands are submitted in order and
+// complete in any order.
 class AioBackend {
  public:
   AioBackend() = default;
@@ -28,37 +30,41 @@ class AioBackend {
   AioBackend& operator=(const AioBackend&) = delete;
   virtual ~AioBackend() = default;
 
-  // Accepts a command; it goes to the kernel with the next `run`. At most `depth` may be unfinished.
+  // Accepts a command, which goes to the kernel with the next `run`. At most `depth` commands may be unfinished.
   virtual void queue(const AioCommand& command) = 0;
 
-  // Hands over what is queued and takes what has completed, at most `room`. With `block` it returns only with an
-  // event, after `wake`, or when the kernel asks to try again (EAGAIN, EINTR: no events). A command that the kernel
-  // refuses comes back as an event; a call that fails for another reason fails every command that it had not taken.
+  // Submits queued commands and returns the number of completions written to `events`, at most `room`. With `block` it
+  // returns only with an event, after `wake`, or without events when the kernel asks to try again (EAGAIN, EINTR). A
+  // command that the kernel refuses comes back as an event. If the call fails for another reason, every command that
+  // the kernel had not taken yet fails with that error.
   virtual int run(AioEvent* events, int room, bool block) = 0;
 
-  // Makes a blocked `run` return. Any thread.
+  // Makes a blocked `run` return. May be called by any thread.
   virtual void wake() noexcept = 0;
 
-  // Buffer `index` < kBuffers becomes [data, data + bytes), at most 1 GiB. False: not here, use plain transfers.
+  // Registers [data, data + bytes), at most 1 GiB, as buffer `index` < kBuffers. Returns false if that is not possible
+  // here; plain transfers then still work.
   virtual bool register_buffer(int index, void* data, std::size_t bytes) = 0;
-  // Transfers in flight keep the memory pinned until they end; what is queued goes as a plain transfer.
+  // Transfers in flight keep the memory pinned until they end; queued commands on it become plain transfers.
   virtual void unregister_buffer(int index) = 0;
 
   static constexpr int kBuffers = 256;
   static constexpr std::size_t kBufferBytes = std::size_t{1} << 30;
 };
 
-// `files` are descriptors; with io_uring they are registered, so that the ring holds them open until its last
-// transfer has ended, also after a kill. Throws Error(kState) with the fix if the kernel refuses.
+// Make a backend. `files` are descriptors. With io_uring they are registered, so that the ring keeps them open until
+// its last transfer has ended, even if the process is killed. Throw Error(kState), which names the fix, if the kernel
+// refuses.
 [[nodiscard]] std::unique_ptr<AioBackend> make_uring(int depth, const std::vector<int>& files, IoSyscalls& calls);
 [[nodiscard]] std::unique_ptr<AioBackend> make_libaio(int depth, const std::vector<int>& files, IoSyscalls& calls);
 [[nodiscard]] std::unique_ptr<AioBackend> make_backend(AioKind kind, int depth, const std::vector<int>& files,
                                                        IoSyscalls& calls);
 
-// Empty if the kernel offers it, else why not.
+// Returns why the kernel does not offer this backend, or an empty string if it does.
 [[nodiscard]] std::string aio_missing(AioKind kind, IoSyscalls& calls);
 
-// "auto" (io_uring if it is there), "io_uring" or "libaio". Throws Error.
+// Returns the backend for "auto" (io_uring if it is available), "io_uring" or "libaio". Throws Error for another name,
+// or if io_uring is named and unavailable.
 [[nodiscard]] AioKind choose_aio(const std::string& name, IoSyscalls& calls);
 
 }  // namespace memascend

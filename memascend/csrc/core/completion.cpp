@@ -17,7 +17,7 @@ namespace {
 constexpr std::chrono::milliseconds kPollEvery{200};
 std::atomic<void (*)()> poll_while_waiting{nullptr};
 
-// False: the time is up. Throws what `poll_while_waiting` throws.
+// Returns false if the time is up. Passes on exceptions of `poll_while_waiting`.
 template <typename Done>
 bool wait_on(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, double seconds, Done done) {
   using Clock = std::chrono::steady_clock;

@@ -1,4 +1,4 @@
-// The allocator of a Control: which chunks are used, and reservations.
+// The allocator of a Control: used chunks and reservations.
 
 #include "control.h"
 
@@ -12,7 +12,7 @@
 
 namespace memascend {
 
-// Returns how many of the chunks were in the other state before.
+// Marks chunks as used or free. Returns how many of them were in the other state before.
 std::int64_t Control::mark(std::uint32_t member, std::int64_t first, std::int64_t count, bool used) {
   std::uint64_t* words = bitmap(member);
   std::int64_t changed = 0;
@@ -55,13 +55,13 @@ Control::Overlap Control::rebuild(const std::vector<Extent>& used) {
       overlap = {true, extent};
     }
   }
-  if (head.magic != kMagic) {  // not opened yet: nobody has reserved anything, and the table need not be looked at
+  if (head.magic != kMagic) {  // not opened yet: no process has reserved anything, so the table is not scanned
     return overlap;
   }
   (void)drop_dead_reservations();
   for (int index = 0; index < kMaxReservations; ++index) {
     const Slot& slot = slots()[index];
-    if (slot.active != 0) {  // may have entered the index already: then it is marked twice
+    if (slot.active != 0) {  // it may be in the index already; marking it twice does no harm
       (void)mark(slot.member, slot.first, slot.chunks, true);
     }
   }
@@ -125,7 +125,8 @@ int Control::free_slot() {
   return -1;
 }
 
-// One run of free chunks after the last allocation if there is one, else the pieces that there are.
+// Returns one run of `want` free chunks, searching from the last allocation on, or else several smaller runs that add
+// up to `want`. Returns nothing if there are fewer free chunks.
 std::vector<std::pair<std::int64_t, std::int64_t>> Control::find_runs(std::uint32_t member, std::int64_t want) {
   const std::uint64_t* words = bitmap(member);
   const std::int64_t chunks = members_[member].chunks;
@@ -164,7 +165,9 @@ std::vector<std::pair<std::int64_t, std::int64_t>> Control::find_runs(std::uint3
   return {};
 }
 
-// Chunks a member: by weight, where it has the space; the rest wherever there is some.
+// Returns the number of chunks for each member: by weight as far as its space allows, and the rest on any member with
+// free space. Without striping all go to the member that is emptiest in proportion to its weight, if it has the space.
+// Returns nothing if the store is too full.
 std::vector<std::int64_t> Control::shares(std::int64_t chunks, bool striped) const {
   const auto count = static_cast<std::uint32_t>(members_.size());
   std::vector<std::int64_t> out(count, 0);
@@ -233,7 +236,7 @@ Reservation Control::exchange(const Reservation& old, std::int64_t bytes, std::i
   }
   release(old);
   Reservation out = reserve(bytes, stripe_bytes);
-  if (out.extents.empty() && bytes > 0) {  // nobody else has been given the space: the lock is held
+  if (out.extents.empty() && bytes > 0) {  // the lock is held, so the old space has not been given to another process
     for (std::size_t at = 0; at < before.size(); ++at) {
       slots()[old.slots[at]] = before[at];
       (void)mark(before[at].member, before[at].first, before[at].chunks, true);

@@ -1,9 +1,10 @@
-// What the processes on one store share: the allocator, the end of the log, and a lock that survives its holder.
+// State that the processes on one store share: the allocator, the end of the log, and a lock that survives its holder.
 //
-// A file in shared memory. Its contents are a cache: whoever opens the store alone, or takes the lock of a process
-// that died holding it, makes them anew from the devices. Liveness is told by file locks (of open file descriptions),
-// never by process numbers; the engine hands the descriptor to its rings, so that a killed process counts as alive
-// until its last transfer has ended, and nobody is given the space that it may still be writing to.
+// It is a file in shared memory whose contents are only a cache: a process that opens the store alone, or that takes
+// the lock after its holder has died, rebuilds them from the devices. Whether a process is alive is decided by file
+// locks (of open file descriptions), never by process numbers. The engine registers the descriptor with its rings, so
+// that a killed process counts as alive until its last transfer has ended, and space that it may still be writing to
+// is not given to another process.
 #pragma once
 
 #include <array>
@@ -19,7 +20,7 @@ namespace memascend {
 
 constexpr int kMaxMembers = 16;
 constexpr int kMaxProcesses = 64;
-constexpr int kMaxReservations = 131072;  // pieces of space, of 16 bytes each in shared memory
+constexpr int kMaxReservations = 131072;  // entries in the shared table, 16 bytes each, one per piece of space
 
 struct Extent {
   std::uint32_t member = 0;
@@ -28,7 +29,7 @@ struct Extent {
   bool operator==(const Extent&) const = default;
 };
 
-// Space for one tensor, not yet in the index. `slots` are entries in the shared table.
+// Space for one tensor that is not in the index yet. `slots` are the numbers of its entries in the shared table.
 struct Reservation {
   std::vector<Extent> extents;
   std::vector<std::uint32_t> slots;
@@ -42,8 +43,8 @@ struct MemberSpace {
 
 class Control {
  public:
-  // Attaches, or makes the file when nobody else lives: `alone` tells, and the caller then fills it by `rebuild`,
-  // and must call `opened` in any case. Throws StorageFailure, Error.
+  // Attaches to the file, or makes it if no other process uses the store. In that case `alone` is true and the caller
+  // has to fill it with `rebuild`. The caller must call `opened` in any case. Throws StorageFailure, Error.
   Control(const std::string& path, const std::array<std::uint8_t, 16>& uuid, std::int64_t chunk_bytes,
           std::vector<MemberSpace> members);
   ~Control();
@@ -54,15 +55,16 @@ class Control {
   void opened();
   [[nodiscard]] int fd() const noexcept { return fd_; }
 
-  // True: the last holder died with it. Rebuild before use. Throws Error in a forked child: its locks are the parent's.
+  // Takes the lock. Returns true if the last holder died with it: the caller has to rebuild before use. Throws Error in
+  // a forked child, whose file locks belong to the parent.
   [[nodiscard]] bool lock();
   void unlock();
 
-  // All of the following with the lock held.
+  // All of the following need the lock held.
   struct LogState {
     std::uint64_t epoch = 0;
     std::uint64_t sequence = 0;    // of the last batch
-    std::uint64_t tail = 0;        // where in the active half the next goes
+    std::uint64_t tail = 0;        // offset of the next batch in the active half
     std::uint64_t superblock = 0;  // generation
     std::uint32_t half = 0;
   };
@@ -71,29 +73,31 @@ class Control {
   [[nodiscard]] bool broken() const;
   void set_broken(bool value);
 
-  // Free space is what neither the index (`used`) nor a live process's reservation holds. Returns the first extent
-  // that overlaps another, if any.
+  // Marks the space of the index (`used`) and of live processes' reservations as used, and all other space as free.
+  // Returns the first extent that overlaps another, if any.
   struct Overlap {
     bool found = false;
     Extent extent;
   };
   Overlap rebuild(const std::vector<Extent>& used);
-  // Striped by weight, whole or not at all. Empty extents with `bytes` > 0: no space.
+  // Reserves space for `bytes`, striped over the members by weight if there are at least `stripe_bytes`. If there is
+  // not enough space, nothing is reserved and the extents are empty.
   [[nodiscard]] Reservation reserve(std::int64_t bytes, std::int64_t stripe_bytes);
-  // Other space in place of `old`, which may be part of it; `old` is released. No space: `old` is as it was.
+  // Releases `old` and reserves new space, which may overlap it. If there is not enough space, `old` is unchanged and
+  // the extents are empty.
   [[nodiscard]] Reservation exchange(const Reservation& old, std::int64_t bytes, std::int64_t stripe_bytes);
   void keep(const Reservation& reservation);     // its space now belongs to the index
-  void release(const Reservation& reservation);  // free again
+  void release(const Reservation& reservation);  // its space is free again
   void free_extent(const Extent& extent);
-  void grow(std::int64_t chunks);                // of the only member, used by this process alone
+  void grow(std::int64_t chunks);                // for a store of one member that no other process uses
   [[nodiscard]] std::int64_t max_chunks() const noexcept;
-  int drop_dead_reservations();                  // returns how many
-  void drop_own_reservations();                  // once, after attaching: those of a dead predecessor in our place
+  int drop_dead_reservations();                  // frees those of dead processes and returns their number
+  void drop_own_reservations();                  // once, after attaching: of a dead process that had the same slot
   [[nodiscard]] std::int64_t free_bytes() const;
   [[nodiscard]] std::int64_t free_bytes(std::uint32_t member) const;
   [[nodiscard]] std::int64_t reserved_bytes() const;
 
-  // Without the lock.
+  // These do not need the lock.
   [[nodiscard]] std::uint64_t sequence() const noexcept;
   [[nodiscard]] std::uint64_t next_generation() noexcept;
   void generations_from(std::uint64_t first) noexcept;
@@ -122,7 +126,7 @@ class Control {
   int fd_ = -1;
   void* data_ = nullptr;
   std::int64_t bytes_ = 0;   // of the file
-  std::int64_t mapped_ = 0;  // of addresses; the file may grow that far
+  std::int64_t mapped_ = 0;  // bytes of address space; the file may grow that far
   std::vector<std::int64_t> bitmap_offsets_;
   int process_ = -1;
   const pid_t owner_pid_;

@@ -1,4 +1,4 @@
-// The file of a Control: made or attached, its locks, who is alive.
+// The file of a Control: making and attaching it, its locks, and which processes are alive.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ Control::Control(const std::string& path, const std::array<std::uint8_t, 16>& uu
       munmap(data_, static_cast<std::size_t>(mapped_));
     }
     if (fd_ >= 0) {
-      if (alone_) {  // nobody else has it, or can get it while we hold the locks
+      if (alone_) {  // no other process uses the file, or can attach to it while we hold the locks
         ::unlink(path.c_str());
       }
       ::close(fd_);
@@ -47,7 +47,8 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
     throw StorageFailure("share", path, 0, 0, 0, errno, "another process repairs or destroys this store");
   }
   struct stat status{};
-  // What a killed process left is given up, not overwritten: pages that nobody touches stay out of our resident memory.
+  // The contents that a killed process left are discarded, not overwritten with zeros: pages that are not touched do
+  // not count towards our resident memory.
   if ((alone_ && (ftruncate(fd_, 0) != 0 || ftruncate(fd_, bytes_) != 0)) || fstat(fd_, &status) != 0) {
     throw StorageFailure("share", path, 0, bytes_, 0, errno, std::strerror(errno));
   }
@@ -73,7 +74,7 @@ void Control::attach(const std::string& path, const std::array<std::uint8_t, 16>
   take_process_slot();
 }
 
-// The file may be removed by the last user between our open and our lock: then it is made again.
+// The last user may remove the file between our open and our lock; we then make it again.
 void Control::open_file(const std::string& path) {
   while (true) {
     fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -122,8 +123,9 @@ void Control::opened() {
 }
 
 Control::~Control() {
-  // The last one removes the file. A killed process leaves it; the next user starts it anew. Locks are given back by
-  // word: a ring that is being taken down may hold the descriptor a little longer, though all transfers have ended.
+  // The last process removes the file. A killed process leaves it behind, and the next user starts it afresh. Locks are
+  // released explicitly: while the kernel tears down a ring, it may keep the descriptor open a little longer, although
+  // all transfers have ended.
   if (getpid() == owner_pid_) {
     if (set_lock(fd_, F_OFD_SETLKW, F_WRLCK, kOpening) == 0 && set_lock(fd_, F_OFD_SETLK, F_WRLCK, kPresence) == 0) {
       ::unlink(path_.c_str());

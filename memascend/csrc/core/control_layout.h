@@ -1,4 +1,4 @@
-// What lies in the file of a Control, and how its bytes are locked. For control.cpp and control_file.cpp alone.
+// Layout of the file of a Control, and locks on its bytes. For control.cpp and control_file.cpp only.
 #pragma once
 
 #include <fcntl.h>
@@ -14,11 +14,11 @@ namespace memascend {
 
 constexpr std::uint64_t kMagic = 0x6d656d61736374ULL;
 constexpr std::uint32_t kVersion = 2;
-// Bytes of the file that carry locks.
+// Bytes of the file that are locked.
 constexpr off_t kOpening = 0;
 constexpr off_t kPresence = 1;
 constexpr off_t kFirstProcess = 100;
-constexpr std::int64_t kGrowthBytes = 64 << 20;  // of addresses, kept for a longer bitmap: 2 TiB in chunks of 4096
+constexpr std::int64_t kGrowthBytes = 64 << 20;  // address space for a longer bitmap: 2 TiB in chunks of 4096 bytes
 
 inline int set_lock(int fd, int command, short type, off_t byte) {
   struct flock range{};
@@ -33,7 +33,7 @@ inline int set_lock(int fd, int command, short type, off_t byte) {
   return result;
 }
 
-// posix_fallocate, repeated where a signal cut it off; its error.
+// Calls posix_fallocate, again if a signal interrupts it, and returns its error.
 inline int allocate(int fd, std::int64_t bytes) {
   int error = 0;
   do {

@@ -32,7 +32,7 @@ constexpr Table make_table() {
 }
 constexpr Table kTable = make_table();
 
-// A linear map over GF(2)^32, one column a bit: "append this many zero bytes".
+// A linear map over GF(2)^32 with one column per bit: "append this many zero bytes".
 using Matrix = std::array<std::uint32_t, 32>;
 
 constexpr std::uint32_t times(const Matrix& matrix, std::uint32_t vector) {
@@ -68,7 +68,7 @@ constexpr std::array<Matrix, 44> make_zeros() {
 constexpr std::array<Matrix, 44> kZeros = make_zeros();
 
 #if defined(__x86_64__)
-// The instruction has a latency of three cycles and a throughput of one: three lanes keep it busy.
+// The instruction has a latency of three cycles and a throughput of one per cycle: three lanes keep it busy.
 constexpr std::size_t kLaneBytes = 4096;
 using ShiftTable = std::array<std::array<std::uint32_t, 256>, 4>;
 

@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli), the checksum of iSCSI and ext4: SSE4.2 where the processor has it, a table otherwise.
+// CRC-32C (Castagnoli), the checksum of iSCSI and ext4: by SSE4.2 where the processor has it, otherwise by tables.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,13 @@
 
 namespace memascend {
 
-// Goes on from `crc` (0 to begin), so that crc32c(crc32c(0, a), b) is the checksum of a followed by b.
+// Continues from `crc` (0 at the start), so that crc32c(crc32c(0, a), b) is the checksum of a followed by b.
 [[nodiscard]] std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
 [[nodiscard]] std::uint32_t crc32c_portable(std::uint32_t crc, const void* data, std::size_t bytes) noexcept;
 [[nodiscard]] bool crc32c_in_hardware() noexcept;
 
-// The checksum of a followed by b from the checksums of both: blocks are summed in any order, joined at the end.
+// Returns the checksum of a followed by b from the checksums of both. With it, blocks can be checksummed in any order
+// and joined at the end.
 [[nodiscard]] std::uint32_t crc32c_join(std::uint32_t crc_a, std::uint32_t crc_b, std::uint64_t bytes_b) noexcept;
 
 }  // namespace memascend

@@ -15,8 +15,8 @@
 namespace memascend {
 namespace {
 
-constexpr off_t kLockByte = off_t{1} << 60;  // far past any data; a lock needs no bytes there
-constexpr int kTries = 1000;                 // of one call that is interrupted or refused for the moment
+constexpr off_t kLockByte = off_t{1} << 60;  // far past any data; a locked byte does not have to exist
+constexpr int kTries = 1000;                 // for one call that is interrupted or temporarily refused
 
 }  // namespace
 
@@ -96,7 +96,7 @@ void Device::open(int access, bool require_direct) {
 
 Device::~Device() {
   if (locked_by_ == getpid()) {
-    (void)lock(F_UNLCK);  // a ring that is being taken down may hold the descriptor a little longer
+    (void)lock(F_UNLCK);  // while the kernel tears down a ring, it may keep the descriptor open a little longer
   }
   if (claim_fd_ >= 0) {
     ::close(claim_fd_);
@@ -187,7 +187,7 @@ bool Device::claim_alone() {
 void Device::share_claim() {
   locked_by_ = getpid();
   (void)lock(F_RDLCK);
-  if (is_block_ && claim_fd_ < 0) {  // whoever of the users comes first; it outlives the one who was alone
+  if (is_block_ && claim_fd_ < 0) {  // succeeds for the first user that attaches after the claim's holder has gone
     claim_fd_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_EXCL);
   }
 }

@@ -1,4 +1,4 @@
-// One member of a store: a block device, a loop device or a preallocated file, opened past the page cache.
+// One member of a store: a block device, a loop device or a preallocated file, opened with O_DIRECT.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,15 @@
 
 namespace memascend {
 
-constexpr std::int64_t kSectorBytes = 4096;  // unit of everything on a member; holds for 512- and 4096-byte devices
-// Memory at multiples of this goes directly even where the device would take any address: smaller ones make the kernel
-// split transfers, and stacked devices (loop, dm-crypt) have refused them.
+constexpr std::int64_t kSectorBytes = 4096;  // unit of all transfers on a member; fits 512- and 4096-byte devices
+// Direct transfers need memory aligned to at least this, even where the device would accept any address: with smaller
+// alignments the kernel splits transfers, and stacked devices (loop, dm-crypt) have refused them.
 constexpr std::uint32_t kLeastMemoryAlignment = 512;
 
 [[nodiscard]] inline std::int64_t sector_down(std::int64_t value) { return value & ~(kSectorBytes - 1); }
 [[nodiscard]] inline std::int64_t sector_up(std::int64_t value) { return sector_down(value + kSectorBytes - 1); }
 
-// A transfer, flush or index that is not what it should be. `error` is an errno, 0 where the kernel reported none.
+// A failed transfer or flush, or a damaged index. `error` is an errno, or 0 if the kernel reported none.
 class StorageFailure : public Error {
  public:
   StorageFailure(std::string op, std::string device, std::int64_t offset, std::int64_t expected, std::int64_t got,
@@ -33,7 +33,7 @@ class StorageFailure : public Error {
   const std::string reason;
 };
 
-// Memory that O_DIRECT takes.
+// Memory that is aligned for O_DIRECT.
 class SectorBuffer {
  public:
   explicit SectorBuffer(std::int64_t bytes);  // rounded up to sectors, zeroed
@@ -50,8 +50,9 @@ class SectorBuffer {
 
 class Device {
  public:
-  // Throws StorageFailure; Error where the device demands what a store cannot give. A file system that refuses O_DIRECT
-  // is used through its page cache (`direct()` tells), or not at all (`require_direct`).
+  // Throws StorageFailure, or Error if the device demands an alignment that a store cannot provide. A file system that
+  // refuses O_DIRECT is used through its page cache (`direct()` is then false), or refused with Error if
+  // `require_direct` is set.
   Device(std::string path, IoSyscalls& calls, bool read_only = false, bool require_direct = false);
   ~Device();
   Device(const Device&) = delete;
@@ -62,21 +63,23 @@ class Device {
   [[nodiscard]] bool is_block() const noexcept { return is_block_; }
   [[nodiscard]] bool direct() const noexcept { return direct_; }
   [[nodiscard]] std::int64_t bytes() const noexcept { return bytes_; }
-  // What the device takes as it is; other memory is bounced.
+  // Whether the device can transfer this memory directly; other memory needs a bounce buffer.
   [[nodiscard]] bool takes(const void* data) const noexcept {
     return reinterpret_cast<std::uintptr_t>(data) % memory_alignment_ == 0;
   }
   [[nodiscard]] std::uint32_t memory_alignment() const noexcept { return memory_alignment_; }
 
-  // Whole sectors, aligned memory; short transfers are continued, EINTR and EAGAIN repeated.
+  // Transfer whole sectors from or to aligned memory. Short transfers are continued, and EINTR and EAGAIN repeated.
+  // Throw StorageFailure.
   void read(void* data, std::int64_t bytes, std::int64_t offset) const;
   void write(const void* data, std::int64_t bytes, std::int64_t offset) const;
-  // A longer file; its new blocks exist (`allocate`), or come with the first write. Throws StorageFailure.
+  // Makes the file longer. Its new blocks are allocated now (`allocate`) or with the first write. Throws
+  // StorageFailure.
   void grow(std::int64_t bytes, bool allocate);
-  void flush() const;  // what was written survives a power cut
+  void flush() const;  // afterwards everything written so far survives a power cut; throws StorageFailure
 
-  // The only user of a member claims it: against mkfs, mount and raid (O_EXCL of a block device), and against stores
-  // that cannot see each other's control file. Later users share. False: someone else is there.
+  // The first user of a member claims it, which keeps out mkfs, mount and RAID (O_EXCL on a block device) and stores
+  // that cannot see each other's control file. Later users share the claim. Returns false if the member is in use.
   [[nodiscard]] bool claim_alone();
   void share_claim();
 
@@ -90,7 +93,7 @@ class Device {
   IoSyscalls& calls_;
   int fd_ = -1;
   int claim_fd_ = -1;
-  pid_t locked_by_ = 0;  // not by a forked child, which shares the descriptor
+  pid_t locked_by_ = 0;  // only this process unlocks: a forked child shares the descriptor and its lock
   bool is_block_ = false;
   bool direct_ = true;
   std::uint32_t memory_alignment_ = 1;

@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kMaxWorkers = 64;
 constexpr int kMaxDepth = 1024;
-// Blocks that are copied on the way: small, so that what has to be held for them is (DeepSpeed's buffers are aligned,
-// but slices of them, where a bias ends at an odd address, need not be).
+// Size of blocks that go through a bounce buffer. It is small to keep those buffers small. They are needed because
+// slices of DeepSpeed's buffers may be unaligned (after a bias that ends at an odd address), although the buffers
+// themselves are aligned.
 constexpr std::int64_t kBouncedBlockBytes = 64 << 10;
 
 }  // namespace
@@ -44,7 +45,8 @@ DirectEngine::DirectEngine(std::shared_ptr<Store> store, EngineOptions options, 
   start_threads();
 }
 
-// Each makes its ring, since a ring belongs to the thread that makes it; returns, or throws, when all have tried.
+// Each thread makes its own ring, since a ring belongs to the thread that makes it. Returns or throws after all have
+// tried.
 void DirectEngine::start_threads() {
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(options_.workers));
   int started = 0;
@@ -107,7 +109,7 @@ void DirectEngine::stop_threads() {
 void DirectEngine::shutdown() {
   std::lock_guard<std::mutex> guard(shutdown_mutex_);
   if (getpid() != owner_pid_) {
-    (void)threads_.release();  // the threads, and what they hold, are the parent's
+    (void)threads_.release();  // the threads and their resources belong to the parent
     threads_ = std::make_unique<std::vector<std::thread>>();
     for (auto& worker : workers_) {
       (void)worker.release();
@@ -153,9 +155,9 @@ std::string DirectEngine::buffered_path() const {
   return "";
 }
 
-// Cuts [offset, offset + bytes) of the tensor into blocks: the parts of sectors at either end are blocks of their
-// own, the rest goes in pieces of `block_bytes`, smaller ones where they are bounced. Then the devices take turns, in
-// proportion to what each has to do.
+// Divides [offset, offset + bytes) of the tensor into blocks. Partial sectors at either end become separate blocks; the
+// rest is divided into pieces of `block_bytes`, or smaller ones if they need bounce buffers. The blocks are then
+// ordered so that the devices alternate in proportion to their share of the blocks.
 void DirectEngine::plan(Request& request) const {
   request.blocks.clear();
   std::int64_t extent_begin = 0;
@@ -202,7 +204,7 @@ void DirectEngine::plan(Request& request) const {
   }
 }
 
-// Equal parts over the workers.
+// Divides the blocks into equal parts, one per worker.
 void DirectEngine::split(Request& request) const {
   const std::size_t count = request.blocks.size();
   const auto workers = static_cast<std::size_t>(options_.workers);
@@ -312,7 +314,7 @@ std::uint64_t DirectEngine::read(const std::string& key, void* data, std::int64_
   return enqueue(request);
 }
 
-// The next block for a worker: of its own part, else of the longest. False: there is none.
+// Finds the next block for a worker: from its own part, else from the longest one. Returns false if there is none.
 bool DirectEngine::take_block(int worker, bool rather_write, std::shared_ptr<Request>& out, std::size_t& block) {
   std::lock_guard<std::mutex> guard(mutex_);
   const auto& [reads, writes] = ready_;
@@ -320,7 +322,7 @@ bool DirectEngine::take_block(int worker, bool rather_write, std::shared_ptr<Req
     return false;
   }
   bool write = reads.empty();
-  if (!reads.empty() && !writes.empty()) {  // keys hold the negative of the priority
+  if (!reads.empty() && !writes.empty()) {  // keys contain the negative of the priority
     const std::int64_t of_reads = reads.begin()->first.first;
     const std::int64_t of_writes = writes.begin()->first.first;
     write = of_reads == of_writes ? rather_write : of_writes < of_reads;
@@ -407,7 +409,7 @@ bool DirectEngine::register_buffer(void* data, std::int64_t bytes, std::shared_p
   auto fork_guard = std::make_unique<ForkGuard>(data, bytes);
   if (!apply_regions(lock)) {
     drop_regions(begin, bytes);
-    (void)apply_regions(lock);  // out of the rings that had taken it
+    (void)apply_regions(lock);  // removes it from the rings that had accepted it
     return false;
   }
   registered_[begin] = {bytes, std::move(keep_alive), std::move(fork_guard)};
@@ -433,8 +435,8 @@ void DirectEngine::drop_regions(std::uintptr_t begin, std::int64_t bytes) {
   regions_.erase(regions_.lower_bound(begin), regions_.lower_bound(begin + static_cast<std::uintptr_t>(bytes)));
 }
 
-// Each worker brings its ring's table up to date. False: a ring has refused, or the engine ends; a worker that has
-// ended answers no more, and sends nothing more either.
+// Waits until each worker has brought its ring's table up to date. Returns false if a ring has refused, or if the
+// engine ends: a worker that has ended does not answer, but submits no transfers either.
 bool DirectEngine::apply_regions(std::unique_lock<std::mutex>& lock) {
   regions_good_ = true;
   regions_answers_ = 0;

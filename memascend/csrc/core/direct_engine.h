@@ -1,14 +1,15 @@
 // The direct NVMe engine: reads and writes tensors by name on the devices of a store, asynchronously.
 //
-// A request is cut into blocks, which alternate between the devices it is striped over, and the blocks into one equal
-// part a worker; a worker that has finished its part helps the others. Each worker owns a ring of its own. Blocks of
-// the requests with the highest priority go first; among these, reads and writes share a ring evenly, so that a device
-// which can do both at once does. Memory or lengths that O_DIRECT does not take are bounced.
+// A request is divided into blocks, which alternate between the devices that the tensor is striped over. The blocks are
+// divided into equal parts, one per worker; a worker that has finished its part helps the others. Each worker owns a
+// ring. Blocks of the requests with the highest priority go first; among these, reads and writes share a ring evenly,
+// so that a device that can do both at once does. Memory or lengths that O_DIRECT does not accept go through bounce
+// buffers.
 //
-// A volatile engine keeps nothing beyond its own life, and takes no second place for a new version: see `write`.
+// The tensors of a volatile engine end with it, and a new version overwrites the old one in place: see `write`.
 //
-// Source: MemAscend, section IV-E. There the location dictionary and the allocator are memory only; here they are the
-// store's index, so that a tensor can be found again after a crash.
+// Source: MemAscend, section IV-E. There the location dictionary and the allocator exist only in memory; here they are
+// the store's index, so that a tensor can be found again after a crash.
 #pragma once
 
 #include <sys/types.h>
@@ -34,16 +35,16 @@
 
 namespace memascend {
 
-enum class Checksums { kOff, kWrite, kFull };  // kWrite: kept in the index; kFull: also compared on whole reads
+enum class Checksums { kOff, kWrite, kFull };  // kWrite: stored in the index; kFull: also compared on whole reads
 
 struct EngineOptions {
   int workers = 1;
   std::int64_t block_bytes = 1 << 20;
-  int depth = 16;  // commands in the kernel, a worker
+  int depth = 16;  // commands in the kernel per worker
   std::string backend = "auto";
   Checksums checksums = Checksums::kFull;
   bool trace = false;
-  bool is_volatile = false;  // for swapping: tensors are written in place, and are gone with the engine
+  bool is_volatile = false;  // for swapping: tensors are written in place and end with the engine
 };
 
 struct TraceRow {
@@ -53,13 +54,13 @@ struct TraceRow {
   std::int64_t bytes = 0;
   int priority = 0;
   std::int64_t submitted_ns = 0;
-  std::int64_t started_ns = 0;  // the first command went out
+  std::int64_t started_ns = 0;  // when the first block was handed to a worker
   std::int64_t ended_ns = 0;
   const char* status = "";
 };
 
-// Thread-safe. A buffer must stay alive and, for reads, untouched until its request has been waited for. Requests are
-// not ordered among each other, except that of two writes to one key the later wins. Not usable in a forked child.
+// Thread-safe. A buffer must stay alive and, for reads, must not be accessed until its request has been waited for.
+// Requests are not ordered, except that of two writes to one key the later one wins. Not usable in a forked child.
 class DirectEngine {
  public:
   // Throws Error or StorageFailure.
@@ -68,66 +69,71 @@ class DirectEngine {
   DirectEngine(const DirectEngine&) = delete;
   DirectEngine& operator=(const DirectEngine&) = delete;
 
-  // Returns the request's number. Throws StorageFailure (ENOSPC) and Error without having begun anything: what `key`
-  // had it has still.
+  // Begins to write a tensor and returns the request's number. Throws StorageFailure (ENOSPC) and Error before it has
+  // begun anything: the tensor under `key` is then unchanged.
   //
-  // Volatile: a tensor of the size that `key` has overwrites it in place, one of another size takes the old one's space
-  // (if requests use that one, space beside it). Requests on one key then run in the order of submission (reads side by
-  // side). If a write fails or is cancelled in flight, the tensor is neither the old nor the new one, and reads of it
-  // fail until it is written again.
+  // Volatile: if the tensor under `key` has the same size, it is overwritten in place. A tensor of another size takes
+  // the old one's space, or separate space while requests still use the old one. Requests on one key run in the order
+  // of submission (reads may run concurrently). If a write fails or is cancelled in flight, the tensor is neither the
+  // old nor the new one, and reads of it fail until it is written again.
   std::uint64_t write(const std::string& key, const void* data, TensorRecord record, int priority,
                       std::shared_ptr<void> keep_alive = nullptr);
-  // Volatile only: over bytes [offset, offset + bytes) of a tensor, whole sectors but for the tensor's end.
+  // Volatile only: overwrites bytes [offset, offset + bytes) of a tensor. These are whole sectors, except at the
+  // tensor's end. Throws Error if there is no such tensor or range.
   std::uint64_t write_part(const std::string& key, const void* data, std::int64_t bytes, std::int64_t offset,
                            int priority, std::shared_ptr<void> keep_alive = nullptr);
-  // Bytes [offset, offset + bytes) of the tensor. Throws Error if there is no such tensor or range.
+  // Begins to read bytes [offset, offset + bytes) of the tensor and returns the request's number. Throws Error if there
+  // is no such tensor or range.
   std::uint64_t read(const std::string& key, void* data, std::int64_t bytes, std::int64_t offset, int priority,
                      std::shared_ptr<void> keep_alive = nullptr);
 
-  // What has not gone to the kernel is dropped. False: it has ended already. The request still has to be waited for;
-  // a cancelled write changes nothing.
+  // Drops the blocks that have not gone to a worker. Returns false if the request has ended already. The request still
+  // has to be waited for. A cancelled write changes nothing (for a volatile engine, see `write`).
   bool cancel(std::uint64_t request);
 
-  // The tensors of this engine: a volatile engine's own, else the store's.
+  // Find or list the tensors of this engine: a volatile engine's own, otherwise those of the store.
   [[nodiscard]] RecordPointer find(const std::string& key);
   [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
-  // False: there is none.
+  // Returns false if there is no such tensor.
   bool erase(const std::string& key);
 
-  // As Completions says. Not ordered: a request that was submitted later may end, and be reported, before another.
+  // See Completions. Requests may end, and be reported, in another order than that of their submission.
   [[nodiscard]] std::optional<RequestOutcome> wait_for(std::uint64_t request, double seconds);
   [[nodiscard]] std::optional<std::vector<EndedRequest>> wait(double seconds);
   [[nodiscard]] std::vector<EndedRequest> take_ended();
   [[nodiscard]] int completion_fd();
 
   // Pins memory in the rings, so that transfers from and to it need no page look-up. Until `unregister_buffer` or the
-  // end of the engine `keep_alive` is held, and forked children do not get the memory (ForkGuard): one that touches it
-  // ends by SIGSEGV. False: not possible here (libaio, limits); transfers work all the same.
+  // end of the engine, it keeps `keep_alive`, and forked children do not get the memory (ForkGuard): a child that
+  // touches it ends by SIGSEGV. Returns false if pinning is not possible here (libaio, limits); transfers work
+  // nevertheless.
   bool register_buffer(void* data, std::int64_t bytes, std::shared_ptr<void> keep_alive);
-  // When it returns no ring knows the memory any more. `data` as it was registered; empty: it was not. Requests on it
-  // that are in flight end as they are.
+  // Undoes `register_buffer` for the same `data`. When it returns, the memory is in no ring's table any more; requests
+  // in flight still complete. Returns the buffer's `keep_alive`, or null if it was not registered.
   std::shared_ptr<void> unregister_buffer(void* data);
 
-  // From here on submissions fail; what was submitted goes on.
+  // Makes further submissions fail; requests already submitted continue.
   void refuse();
-  // Ends all requests, then the workers. Idempotent. In a forked child it only lets go of them.
+  // Completes all requests, then ends the workers. Idempotent. In a forked child it only gives up the parent's threads.
   void shutdown();
 
   [[nodiscard]] AioKind backend() const noexcept { return kind_; }
   [[nodiscard]] Store& store() noexcept { return *store_; }
-  // The first device or file that is used through the page cache, since its file system refuses O_DIRECT; or none.
+  // Returns the first device or file that is used through the page cache because its file system refuses O_DIRECT, or
+  // an empty string.
   [[nodiscard]] std::string buffered_path() const;
   [[nodiscard]] std::int64_t pending() const;
   [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] std::vector<TraceRow> drain_trace();
-  // Memory for transfers that O_DIRECT does not take as they are, (address, bytes) of each; resident from the start.
+  // Returns (address, bytes) of each bounce buffer: memory for transfers that O_DIRECT does not accept as they are. It
+  // is resident from the start.
   [[nodiscard]] std::vector<std::pair<std::uintptr_t, std::int64_t>> bounce_buffers() const;
 
  private:
   struct Block;
   struct Request;
   class Worker;
-  struct Region {  // what one slot of the rings' tables holds, at most 1 GiB
+  struct Region {  // memory in one slot of the rings' tables, at most 1 GiB
     std::int64_t bytes;
     int index;
     bool operator==(const Region&) const = default;
@@ -171,7 +177,8 @@ class DirectEngine {
   const pid_t owner_pid_;
 
   mutable std::mutex mutex_;
-  // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
+  // On the heap so that a forked child can leak them: destroying one waits for its waiters, which are threads of the
+  // parent.
   std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
   std::unique_ptr<std::condition_variable> answered_ = std::make_unique<std::condition_variable>();
   // Requests with blocks to hand out, reads [0] and writes [1]: the highest priority first, then the oldest.
@@ -182,7 +189,7 @@ class DirectEngine {
   BusyTime reading_;
   BusyTime writing_;
   std::map<std::string, std::shared_ptr<VolatileTensor>> volatile_;
-  Regions regions_;  // as each ring's table is to be
+  Regions regions_;  // desired contents of each ring's table
   std::map<std::uintptr_t, Registration> registered_;  // by address
   std::uint64_t regions_version_ = 0;
   int regions_answers_ = 0;
@@ -195,7 +202,7 @@ class DirectEngine {
 
   std::mutex shutdown_mutex_;
   std::mutex register_mutex_;
-  // As are these.
+  // On the heap for the same reason.
   std::vector<std::unique_ptr<Worker>> workers_;
   std::unique_ptr<std::vector<std::thread>> threads_;
 };

@@ -1,5 +1,5 @@
-// What O_DIRECT demands, as the kernel tells it: STATX_DIOALIGN (Linux 6.1), else the logical block size of the device,
-// which kernels before 6.0 demand of the memory's address too.
+// The alignment that O_DIRECT needs: from STATX_DIOALIGN (Linux 6.1), else the logical block size of the device, which
+// kernels before 6.0 demand of memory addresses too.
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
@@ -21,13 +21,13 @@
 namespace memascend {
 namespace {
 
-// Kernel newer than the header: the layout of struct statx is stable.
+// The running kernel may be newer than the header; the layout of struct statx is stable.
 constexpr unsigned kStatxDioAlign = 0x2000;
 constexpr std::size_t kMemoryAt = 152;
 constexpr std::size_t kOffsetAt = 156;
 
-// Files in memory: newer kernels take O_DIRECT there, and copy all the same. The node of a device lies in memory too
-// (devtmpfs), its data does not.
+// Whether this is a file of an in-memory file system. Newer kernels accept O_DIRECT on these, but copy nevertheless. A
+// device node is in such a file system too (devtmpfs), but its data is not.
 bool lies_in_memory(int fd) {
   struct stat file{};
   if (fstat(fd, &file) != 0 || !S_ISREG(file.st_mode)) {
@@ -56,7 +56,8 @@ bool ask_statx(int fd, DirectLimits& limits) {
   return true;
 }
 
-// Of a block device, or of the one under a file system; 0 where there is none (a network, an overlay).
+// Returns the logical block size of a block device, or of the one under a file system; 0 if there is none (network or
+// overlay file systems).
 std::uint32_t logical_block_bytes(int fd) {
   struct stat status{};
   if (fstat(fd, &status) != 0) {

@@ -1,4 +1,4 @@
-// How requests of the direct engine end: what they have changed, whether it is right, and who is told.
+// The end of a request of the direct engine: installing what it wrote or checking what it read, and reporting it.
 #include <exception>
 #include <utility>
 
@@ -11,7 +11,7 @@
 namespace memascend {
 namespace {
 
-constexpr int kRereads = 100;  // of a tensor that is written faster than it can be read
+constexpr int kRereads = 100;  // for a tensor that is overwritten while it is read
 constexpr std::size_t kTraceRows = 1 << 20;
 
 }  // namespace
@@ -21,11 +21,11 @@ void DirectEngine::fail(Request& request, RequestFailure failure) {
   if (!request.failure) {
     request.failure = std::move(failure);
   }
-  request.unfinished -= request.drop();  // the failing block itself still counts: the caller ends it
+  request.unfinished -= request.drop();  // the failing block still counts until the caller ends it
   ready_[request.write ? 1 : 0].erase({-request.priority, request.id});
 }
 
-// All blocks have ended. By one thread, without mutex_.
+// Called by one thread when all blocks have ended, without mutex_.
 void DirectEngine::finish(const std::shared_ptr<Request>& request) {
   bool cancelled = false;
   {
@@ -61,7 +61,7 @@ void DirectEngine::finish(const std::shared_ptr<Request>& request) {
   }
   if (request->tensor) {
     leave_queue(*request, cancelled);
-    request->tensor.reset();  // whoever has waited for the request may give its space to another tensor
+    request->tensor.reset();  // a caller that has waited for the request may give its space to another tensor
   }
   live_.erase(request->id);
   (request->write ? writing_ : reading_).end(monotonic_ns());
@@ -94,8 +94,8 @@ void DirectEngine::finish_write(Request& request, bool cancelled) {
   (void)store_->install(request.key, std::move(request.record), request.reservation);
 }
 
-// False: the tensor has been written meanwhile, and its old space perhaps been used again; the request now knows the
-// new one and is to be read once more.
+// Checks what was read. Returns false if the tensor has been written meanwhile, so that its old space may have been
+// reused: the request then has the new record and must be read again.
 bool DirectEngine::finish_read(Request& request) {
   if (request.tensor) {
     check_volatile_read(request);

@@ -1,4 +1,4 @@
-// A request of the direct engine while it is in flight, and the blocks that it is cut into.
+// A request of the direct engine while it is in flight, and the blocks that it is divided into.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace memascend {
 
-// What one command moves: whole sectors straight from memory, or anything through a bounce buffer.
+// The bytes of one command: whole sectors transferred directly from or to memory, or any bytes through a bounce buffer.
 struct DirectEngine::Block {
   std::uint32_t member;
   std::int64_t offset;  // on the device
   char* data;
   std::int64_t bytes;
-  std::uint32_t order;  // by position in the tensor: where its checksum goes
+  std::uint32_t order;  // number of the block by position in the tensor; index of its checksum
 };
 
 struct DirectEngine::Request {
@@ -31,9 +31,9 @@ struct DirectEngine::Request {
   int priority = 0;
   std::shared_ptr<void> keep_alive;
   TensorRecord record;
-  Reservation reservation;  // of a write to new space
+  Reservation reservation;  // for a write to new space
   std::shared_ptr<VolatileTensor> tensor;
-  bool summed = false;      // checksums of blocks are taken
+  bool summed = false;      // whether checksums of blocks are computed
 
   std::vector<Block> blocks;
   std::vector<std::uint32_t> checksums;  // by `order`
@@ -41,16 +41,16 @@ struct DirectEngine::Request {
   int rereads = 0;
 
   // Guarded by DirectEngine::mutex_.
-  std::vector<std::pair<std::size_t, std::size_t>> parts;  // blocks not handed out, one range a worker
+  std::vector<std::pair<std::size_t, std::size_t>> parts;  // blocks not handed out, one range per worker
   std::int64_t unfinished = 0;                              // units: transfers of blocks, and their checksums
   bool cancelled = false;
   std::optional<RequestFailure> failure;
   std::int64_t submitted_ns = 0;
   std::int64_t started_ns = 0;
 
-  [[nodiscard]] std::int64_t units() const { return summed ? 2 : 1; }  // a block
+  [[nodiscard]] std::int64_t units() const { return summed ? 2 : 1; }  // per block
 
-  // Takes back what was not handed out; returns how many units.
+  // Drops the blocks that have not been handed out. Returns their number of units.
   std::int64_t drop() {
     std::int64_t dropped = 0;
     for (auto& [next, end] : parts) {

@@ -1,5 +1,5 @@
-// What a volatile engine does otherwise: tensors overwritten in place, known in memory alone, and requests on one key
-// in the order of submission.
+// Volatile engines: their tensors are overwritten in place and recorded only in memory, and requests on one key run in
+// the order of submission.
 #include <algorithm>
 #include <utility>
 
@@ -15,12 +15,13 @@ std::shared_ptr<VolatileTensor> DirectEngine::volatile_tensor(const std::string&
   return found == volatile_.end() ? nullptr : found->second;
 }
 
-// The tensor under `key` if it has that size, else a new one. An old one that nobody uses gives it its space; one that
-// is in use keeps its space until its requests have ended. Throws StorageFailure (ENOSPC): the old one is as it was.
+// Returns the tensor under `key` if it has that size, else a new one. The new one takes over the space of an old tensor
+// that no request uses; an old one that is in use keeps its space until its requests have ended. Throws StorageFailure
+// (ENOSPC) and then leaves the old tensor unchanged.
 std::shared_ptr<VolatileTensor> DirectEngine::place_volatile(const std::string& key, const TensorRecord& record) {
   std::shared_ptr<VolatileTensor> gone;  // its space is released without mutex_
   {
-    std::lock_guard<std::mutex> guard(mutex_);  // held so that nobody begins to use the old one meanwhile
+    std::lock_guard<std::mutex> guard(mutex_);  // no request may begin to use the old one meanwhile
     if (const auto found = volatile_.find(key); found != volatile_.end()) {
       if (found->second->record.bytes == record.bytes) {
         return found->second;
@@ -103,7 +104,7 @@ bool DirectEngine::erase(const std::string& key) {
   volatile_.erase(found);
   return true;
 }
-// What a volatile tensor now is, and which requests on its key may start.
+// Updates a volatile tensor after a request, and makes the requests on its key ready that may start now.
 void DirectEngine::leave_queue(Request& request, bool cancelled) {
   VolatileTensor& tensor = *request.tensor;
   if (request.write && !cancelled && !request.failure) {
@@ -126,7 +127,7 @@ void DirectEngine::leave_queue(Request& request, bool cancelled) {
     wake_workers();
   }
 }
-// It ran after the writes before it: the tensor is what they have left.
+// The read ran after all earlier writes, so the tensor's state is the one that they left.
 void DirectEngine::check_volatile_read(const Request& request) const {
   bool whole = false;
   std::optional<std::uint32_t> checksum;

@@ -1,4 +1,4 @@
-// A worker of the direct engine: a thread with a ring of its own. Included by direct_engine.cpp alone.
+// A worker of the direct engine: a thread with its own ring. Included only by direct_engine.cpp.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace memascend {
 
-constexpr int kCommandTries = 1000;  // of one command that is interrupted or refused for the moment
-constexpr int kLargeBounces = 4;     // a worker, each of a block as it is bounced
+constexpr int kCommandTries = 1000;  // for one command that is interrupted or temporarily refused
+constexpr int kLargeBounces = 4;     // large bounce buffers per worker, each for one bounced block
 
 class DirectEngine::Worker {
  public:
@@ -38,17 +38,18 @@ class DirectEngine::Worker {
   Worker& operator=(const Worker&) = delete;
   ~Worker() = default;
 
-  // What `begin` copies through: a sector a slot, and a few larger ones. Made here, not when first needed, so that the
-  // memory of an engine is known from its start.
+  // The bounce buffers: one sector per slot, and a few larger ones. They are allocated by the constructor and not on
+  // first use, so that the memory of an engine is known from its start.
   [[nodiscard]] const SectorBuffer& bounces() const { return bounces_; }
 
-  // In the worker's thread, since a ring belongs to the thread that makes it.
+  // Makes the ring. Called in the worker's thread, since a ring belongs to the thread that makes it.
   void start() {
     std::vector<int> files;
     for (const auto& device : engine_.store_->devices()) {
       files.push_back(device->fd());
     }
-    files.push_back(engine_.store_->control_fd());  // never used: a killed process counts as alive with its ring
+    // No transfer uses this descriptor. While the ring holds it, a killed process still counts as alive.
+    files.push_back(engine_.store_->control_fd());
     backend_ = make_backend(engine_.kind_, depth_, files, engine_.calls_);
     events_.resize(static_cast<std::size_t>(depth_));
   }
@@ -67,7 +68,7 @@ class DirectEngine::Worker {
     }
   }
 
-  // Another thread has put something into the queue.
+  // Called by other threads that have put something into the queue.
   void wake() noexcept {
     if (asleep_.load()) {
       backend_->wake();
@@ -80,7 +81,7 @@ class DirectEngine::Worker {
   }
 
  private:
-  // Hands what is queued to the kernel and takes what has ended; sleeps only if there is nothing else to do.
+  // Submits queued commands and handles completions. Blocks only if there is nothing else to do.
   void transfer(std::uint64_t version) {
     asleep_.store(true);
     const bool news = engine_.work_version_.load() != version && in_flight() < depth_;
@@ -92,7 +93,7 @@ class DirectEngine::Worker {
     }
   }
 
-  // The checksum of one block, while the devices work: of a write in flight, or of a read that has ended.
+  // Computes the checksum of one block while the devices work: of a write in flight, or of a read that has ended.
   void sum_one() {
     if (sums_.empty()) {
       return;
@@ -107,22 +108,22 @@ class DirectEngine::Worker {
   struct Transfer {
     std::shared_ptr<Request> request;
     std::size_t block = 0;
-    char* data = nullptr;       // what the kernel sees: the tensor's memory or a bounce buffer
+    char* data = nullptr;       // memory of the transfer: the tensor's or a bounce buffer
     std::int64_t offset = 0;    // whole sectors
     std::int64_t bytes = 0;
     std::int64_t done = 0;
     std::int64_t started_ns = 0;
-    int bounce = -1;            // large bounce buffer held
+    int bounce = -1;            // index of the large bounce buffer in use
     bool bounced = false;
     int tries = 0;
   };
 
   [[nodiscard]] int in_flight() const { return depth_ - static_cast<int>(free_.size()); }
 
-  // False: the engine stops and nothing is left.
+  // Blocks until there is work. Returns false if the engine stops and no request is left.
   bool wait_for_work(std::uint64_t version) {
     std::unique_lock<std::mutex> guard(engine_.mutex_);
-    // Requests that wait for their turn are made ready by whoever ends the one before.
+    // A request that waits for its turn is made ready by the thread that ends the one before it.
     const auto over = [&] { return engine_.stopping_ && engine_.live_.empty(); };
     engine_.work_ready_->wait(guard, [&] {
       return !engine_.ready_[0].empty() || !engine_.ready_[1].empty() || over() ||
@@ -131,7 +132,7 @@ class DirectEngine::Worker {
     return !over();
   }
 
-  // The ring's table of registered memory as the engine wants it now.
+  // Brings the ring's table of registered memory up to date with the engine's.
   void update_regions() {
     Regions wanted;
     {
@@ -166,7 +167,7 @@ class DirectEngine::Worker {
     engine_.answered_->notify_all();
   }
 
-  // The slot of the ring's table that holds this memory, or -1.
+  // Returns the slot of the ring's table for this memory, or -1.
   [[nodiscard]] int region_of(const void* data, std::int64_t bytes) const {
     const auto at = reinterpret_cast<std::uintptr_t>(data);
     auto found = regions_.upper_bound(at);
@@ -193,7 +194,7 @@ class DirectEngine::Worker {
     }
   }
 
-  // The direction of which less is in flight, else the other one than the last.
+  // Prefers the direction with fewer blocks in flight; if both have the same number, the one that was not last.
   [[nodiscard]] bool rather_write() const {
     const int reads = in_flight() - writes_in_flight_;
     return writes_in_flight_ == reads ? !last_was_write_ : writes_in_flight_ < reads;
@@ -227,7 +228,7 @@ class DirectEngine::Worker {
     send(slot);
   }
 
-  // A sector a slot is always to be had; of larger ones there are few. False: none is free.
+  // Assigns a bounce buffer. Each slot has one of a sector; the larger ones are few. Returns false if none is free.
   bool give_bounce(Transfer& transfer, int slot) {
     if (transfer.bytes <= kSectorBytes) {
       transfer.data = bounces_.data() + slot * kSectorBytes;
@@ -279,7 +280,7 @@ class DirectEngine::Worker {
     const std::int64_t moved = event.result > 0 ? sector_down(event.result) : 0;
     const bool again = event.result > 0 || event.result == -EINTR || event.result == -EAGAIN;
     if (again && event.result < left && (moved > 0 || ++transfer.tries <= kCommandTries)) {
-      if (moved == 0 && in_flight() == 1) {  // do not spin on a kernel that is out of something
+      if (moved == 0 && in_flight() == 1) {  // do not spin while the kernel lacks a resource
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       transfer.done += moved;
@@ -288,7 +289,7 @@ class DirectEngine::Worker {
       return;
     }
     give_up(transfer, event.result);
-    release(slot, write ? 1 : transfer.request->units());  // the checksum of a write is on its way
+    release(slot, write ? 1 : transfer.request->units());  // the checksum of a write is already queued
   }
 
   void succeed(Transfer& transfer) {
@@ -343,11 +344,11 @@ class DirectEngine::Worker {
   bool last_was_write_ = false;
   std::vector<AioEvent> events_;
   std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> stalled_;  // wait for a bounce buffer
-  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;  // blocks whose checksum is still to be taken
+  std::deque<std::pair<std::shared_ptr<Request>, std::size_t>> sums_;  // blocks whose checksum is still missing
   const std::int64_t large_bytes_;
   SectorBuffer bounces_;
-  std::vector<int> free_bounces_;  // large ones
-  Regions regions_;  // in the ring's table
+  std::vector<int> free_bounces_;  // of the large buffers
+  Regions regions_;                // in the ring's table
   std::uint64_t regions_seen_ = 0;
   bool must_poll_ = false;
   std::atomic<bool> asleep_{false};

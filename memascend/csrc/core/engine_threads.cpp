@@ -11,7 +11,7 @@
 namespace memascend {
 namespace {
 
-// Threads inherit the mask of the one that starts them.
+// Blocks all signals while in scope. Threads inherit the signal mask of the thread that starts them.
 class SignalsBlocked {
  public:
   SignalsBlocked() {

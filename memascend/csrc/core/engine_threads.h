@@ -1,4 +1,4 @@
-// The threads of an engine: as many as asked for or none, and no signal of the program's is delivered to them.
+// Threads of an engine. Signals to the program are not delivered to them.
 #pragma once
 
 #include <functional>
@@ -10,8 +10,8 @@
 
 namespace memascend {
 
-// Appends `count` threads, each running `body(number)`. Throws Error when the system refuses one; those that were
-// started are then in `threads`, and the caller stops and joins them.
+// Appends `count` threads, each running `body(number)`. Throws Error if the system refuses one; those that were started
+// are then in `threads`, and the caller must stop and join them.
 void start_threads(const std::string& engine, std::vector<std::thread>& threads, int count, IoSyscalls& calls,
                    const std::function<void(int)>& body);
 

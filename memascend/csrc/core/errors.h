@@ -1,4 +1,4 @@
-// Errors of the torch-free core. The binding file maps a kind to a Python exception type.
+// Errors of the torch-free core. The bindings map each kind to a Python exception type.
 #pragma once
 
 #include <stdexcept>

@@ -62,7 +62,7 @@ void FaultLayer::log(LoggedCall call, const void* data) {
   for (std::size_t done = 0; done < out.size();) {
     const ssize_t moved = ::write(log_.load(), out.data() + done, out.size() - done);
     if (moved < 0 && errno != EINTR) {
-      std::abort();  // a log with a hole would say of a good store that it lost something
+      std::abort();  // with a gap in the log, a test would blame an intact store for lost data
     }
     done += moved > 0 ? static_cast<std::size_t>(moved) : 0;
   }
@@ -221,7 +221,7 @@ int FaultLayer::prepare(AioCommand& command) {
 }
 
 int FaultLayer::complete(std::uint64_t token, int result) {
-  log({LoggedCall::kWritten, 0, token, 0, result});  // of a read too, which no write of the log has the token of
+  log({LoggedCall::kWritten, 0, token, 0, result});  // logged for reads too, whose tokens match no logged write
   int signal = 0;
   {
     std::lock_guard<std::mutex> guard(mutex_);

@@ -138,7 +138,7 @@ void FileEngine::finish_piece(const std::shared_ptr<Request>& request) {
   finish(request);
 }
 
-// By one thread, when nobody else touches the request any more; without mutex_.
+// Called by one thread, when no other thread uses the request any more; without mutex_.
 void FileEngine::finish(const std::shared_ptr<Request>& request) {
   for (const int fd : {request->direct_fd, request->buffered_fd}) {
     if (fd >= 0 && calls_.close(fd) != 0 && errno != EINTR && request->op == IoOp::kWrite && !request->failure) {
@@ -176,7 +176,7 @@ bool FileEngine::cancel(std::uint64_t id) {
       std::erase(queue_, request);
     }
     if (request->pieces_running > 0) {
-      return true;  // who ends the last piece ends the request
+      return true;  // the thread that ends the last piece ends the request
     }
     request->ending = true;
   }

@@ -1,9 +1,10 @@
-// Reads and writes whole buffers in plain files by worker threads, past the page cache where the file system allows.
+// Reads and writes whole buffers in plain files by worker threads, bypassing the page cache where the file system
+// allows it.
 //
-// Every transfer is audited: a partial one is continued, an interrupted one repeated, an end of file before the last
-// byte is a failure. Any address, length and offset is accepted: whole 4096-byte file blocks go directly, through a
-// bounce buffer if the memory is not aligned as the device demands, and what is left at either end goes through the
-// page cache (writes) or the bounce buffer (reads).
+// The result of every transfer is checked: a partial one is continued, an interrupted one repeated, and an end of file
+// before the last byte is a failure. Any address, length and offset is accepted. Whole 4096-byte file blocks are
+// transferred directly, through a bounce buffer if the memory is not aligned as the device demands. The remainders at
+// either end go through the page cache (writes) or the bounce buffer (reads).
 #pragma once
 
 #include <sys/types.h>
@@ -29,49 +30,49 @@ namespace memascend {
 
 enum class IoOp { kRead, kWrite };
 
-// Thread-safe. Buffers must stay alive and, for reads, untouched until their request has been waited for. Requests are
-// not ordered among each other: wait before reading what was written. A file is never truncated; bytes outside the
-// request keep.
+// Thread-safe. A buffer must stay alive and, for reads, must not be accessed until its request has been waited for.
+// Requests are not ordered: wait before reading what was written. A file is never truncated; bytes outside the request
+// are unchanged.
 class FileEngine {
  public:
-  // Throws Error: threads in [1, 256], block_bytes a positive multiple of 4096; or the system has no more threads.
-  // `require_direct`: requests on a file system that refuses O_DIRECT fail, where they go through its page cache
-  // otherwise (`buffered_path` tells).
+  // `threads` is in [1, 256] and `block_bytes` a positive multiple of 4096. On a file system that refuses O_DIRECT,
+  // requests fail with `require_direct`; otherwise they go through its page cache (see `buffered_path`). Throws Error
+  // for invalid arguments, or if the system has no more threads.
   FileEngine(int threads, std::int64_t block_bytes, IoSyscalls& calls = kernel_syscalls(), bool require_direct = false);
   ~FileEngine();  // shutdown()
   FileEngine(const FileEngine&) = delete;
   FileEngine& operator=(const FileEngine&) = delete;
 
-  // Returns the request's number. Files are opened by the workers, few at a time, so a bad path shows up in the wait.
-  // `keep_alive` (whatever owns the buffer) is held until the outcome is reported.
+  // Returns the request's number. Files are opened by the workers, few at a time, so an invalid path is reported by the
+  // wait. `keep_alive` (the owner of the buffer) is kept until the outcome is reported.
   std::uint64_t submit(IoOp op, void* data, std::int64_t bytes, std::string path, std::int64_t offset,
                        std::shared_ptr<void> keep_alive = nullptr);
 
-  // Blocks that no worker has taken are dropped. False: the request has ended already. It still has to be waited for.
-  // A cancelled write leaves the file as far as it had come: it may have been made, and hold any of the blocks.
+  // Drops the blocks that no worker has taken. Returns false if the request has ended already. It still has to be
+  // waited for. A cancelled write leaves the file as it is then: it may have been made, and contain any of the blocks.
   bool cancel(std::uint64_t request);
 
-  // As Completions says.
+  // See Completions.
   [[nodiscard]] std::optional<RequestOutcome> wait_for(std::uint64_t request, double seconds);
   [[nodiscard]] std::optional<std::vector<EndedRequest>> wait(double seconds);
   [[nodiscard]] std::vector<EndedRequest> take_ended();
   [[nodiscard]] int completion_fd();
 
-  // From here on submissions fail; what was submitted goes on.
+  // Makes further submissions fail; requests already submitted continue.
   void refuse();
-  // Ends all submitted requests, then the workers. Later submissions fail; what has ended can still be waited for.
-  // Idempotent. In a forked child, which has no workers, it only lets go of them.
+  // Completes all submitted requests, then ends the workers. Later submissions fail; requests that have ended can still
+  // be waited for. Idempotent. In a forked child, which has no workers, it only gives up the parent's threads.
   void shutdown();
 
   [[nodiscard]] std::int64_t pending() const;
-  // Of the oldest request that has not ended; or none.
+  // Returns the path of the oldest request that has not ended, or an empty string.
   [[nodiscard]] std::string pending_path() const;
   [[nodiscard]] IoStatistics statistics() const;
   [[nodiscard]] int threads() const noexcept { return threads_; }
   [[nodiscard]] std::int64_t block_bytes() const noexcept { return block_bytes_; }
-  // The first file whose file system has refused O_DIRECT; or none.
+  // Returns the first file whose file system has refused O_DIRECT, or an empty string.
   [[nodiscard]] std::string buffered_path() const;
-  // Memory held for bouncing: allocated by a worker when it first needs it.
+  // Returns the size of all bounce buffers. A worker allocates its buffer when it first needs it.
   [[nodiscard]] std::int64_t bounce_buffer_bytes() const noexcept { return bounce_buffer_bytes_.load(); }
 
  private:
@@ -91,7 +92,8 @@ class FileEngine {
   const pid_t owner_pid_;
 
   mutable std::mutex mutex_;
-  // On the heap so that a forked child can let go of them: destroying one waits for its waiters, who are the parent's.
+  // On the heap so that a forked child can leak it: destroying it waits for its waiters, which are threads of the
+  // parent.
   std::unique_ptr<std::condition_variable> work_ready_ = std::make_unique<std::condition_variable>();
   std::deque<std::shared_ptr<Request>> queue_;
   std::map<std::uint64_t, std::shared_ptr<Request>> live_;
@@ -107,7 +109,7 @@ class FileEngine {
   std::atomic<int> in_kernel_{0};
   std::atomic<std::int64_t> bounce_buffer_bytes_{0};
 
-  // On the heap so that a forked child can let go of it: a std::thread object must not die joinable.
+  // On the heap so that a forked child can leak it: a joinable std::thread must not be destroyed.
   std::mutex shutdown_mutex_;
   std::unique_ptr<std::vector<std::thread>> workers_;
 };

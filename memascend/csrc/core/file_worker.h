@@ -1,4 +1,4 @@
-// The requests of a FileEngine and the loops that transfer them. For file_engine.cpp alone.
+// Requests of a FileEngine and the loops that transfer them. For file_engine.cpp only.
 #pragma once
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@
 
 namespace memascend {
 
-// File blocks go directly in multiples of this. Not the device's 512: a page must never be written partly through the
-// page cache and partly past it, or the cached page is written back over the direct part.
+// Unit of direct transfers. It is a page and not the device's 512 bytes, because a page must not be written partly
+// through the page cache and partly directly: writing back the cached page would overwrite the direct part.
 constexpr std::int64_t kDirectBytes = 4096;
 constexpr std::uint32_t kLeastMemoryAlignment = 512;  // as in device.h
 constexpr std::int64_t kBounceBytes = 256 * 1024;
@@ -46,10 +46,10 @@ struct FileEngine::Request {
 
   // Guarded by FileEngine::mutex_.
   std::int64_t cursor = 0;  // bytes handed out to workers
-  bool handed_out = false;  // all of it, or the rest was dropped
+  bool handed_out = false;  // all bytes were handed out, or the rest was dropped
   int pieces_running = 0;
   bool cancelled = false;
-  bool ending = false;      // one thread ends it
+  bool ending = false;      // a thread is ending it
 
   // Guarded by `mutex`.
   std::mutex mutex;
@@ -64,7 +64,7 @@ struct FileEngine::Request {
   }
 };
 
-// What a worker transfers in one go: never across a block boundary of the file.
+// Bytes that a worker handles at a time; never across a block boundary of the file.
 struct FileEngine::Piece {
   char* data;
   std::int64_t offset;
@@ -86,7 +86,7 @@ class FileEngine::Worker {
         return;
       }
     }
-    if (piece.bytes == 0) {  // an empty tensor: the file must still exist, or come into being
+    if (piece.bytes == 0) {  // an empty tensor: the file must still exist (read) or be made (write)
       (void)descriptor(request, piece, 0, false);
       return;
     }
@@ -106,7 +106,7 @@ class FileEngine::Worker {
  private:
   static constexpr std::int64_t kFailed = -1;
 
-  // One system call's worth of reading from `done` on. Returns bytes moved (0: try again) or kFailed.
+  // Makes one read call from `done` on. Returns the bytes moved (0: try again) or kFailed.
   std::int64_t read_some(Request& request, const Piece& piece, std::int64_t done) {
     if (!request.direct.load()) {
       return read_buffered(request, piece, done);
@@ -140,7 +140,7 @@ class FileEngine::Worker {
     }
     const std::int64_t skip = offset - base;
     const std::int64_t moved = std::min<std::int64_t>(left, result - skip);
-    if (moved <= 0) {  // the end of the file, or a short transfer: only an unaligned read from `offset` can tell
+    if (moved <= 0) {  // the end of the file or a short transfer; only an unaligned read from `offset` shows which
       return read_buffered(request, piece, done);
     }
     std::memcpy(piece.data + done, bounce + skip, static_cast<std::size_t>(moved));
@@ -172,7 +172,7 @@ class FileEngine::Worker {
     std::int64_t ask = left;
     if (direct) {
       ask = round_down(left);
-    } else if (request.direct.load()) {  // up to the next block, so that the middle can go directly
+    } else if (request.direct.load()) {  // up to the next block, so that whole blocks can be written directly
       ask = std::min(left, kDirectBytes - offset % kDirectBytes);
     }
     const bool bounced = direct && !request.takes(data);
@@ -193,7 +193,7 @@ class FileEngine::Worker {
     return moved;
   }
 
-  // One system call, counted. -1 and errno, as the call.
+  // Makes one system call and counts it. Returns -1 and sets errno as the call does.
   ssize_t transfer(IoOp op, int fd, char* data, std::int64_t bytes, std::int64_t offset) {
     const std::int64_t begin = monotonic_ns();
     const int depth = ++engine_.in_kernel_;
@@ -234,9 +234,9 @@ class FileEngine::Worker {
     }
     if (errno == EINVAL && direct) {
       if (request.memory_alignment.exchange(kDirectBytes) < kDirectBytes) {
-        return 0;  // perhaps the device demands more than the kernel says: through the bounce buffer then
+        return 0;  // perhaps the device needs more alignment than the kernel says: use the bounce buffer
       }
-      return use_page_cache(request, piece, done) ? 0 : kFailed;  // opened with O_DIRECT, but not served
+      return use_page_cache(request, piece, done) ? 0 : kFailed;  // the open accepted O_DIRECT, the transfer did not
     }
     fail(request, piece, done, errno, "");
     return kFailed;
@@ -251,7 +251,7 @@ class FileEngine::Worker {
     }
   }
 
-  // O_DIRECT was refused. False: the engine requires it, and the request has failed.
+  // Called when O_DIRECT was refused. Returns false if the engine requires it; the request has then failed.
   bool use_page_cache(Request& request, const Piece& piece, std::int64_t done) {
     if (engine_.require_direct_) {
       fail(request, piece, done, 0,
@@ -267,13 +267,14 @@ class FileEngine::Worker {
     return true;
   }
 
-  // A file is never written through a symbolic link, but for the names of the process's own descriptors.
+  // Files are never written through a symbolic link, except for the names of the process's own descriptors.
   static int write_access(const std::string& path) {
     constexpr std::string_view kDescriptors = "/proc/self/fd/";
     return path.compare(0, kDescriptors.size(), kDescriptors) == 0 ? O_WRONLY : O_WRONLY | O_CREAT | O_NOFOLLOW;
   }
 
-  // Opens on first use. kTryBuffered: O_DIRECT was refused, choose again.
+  // Returns the descriptor, opening the file on first use; kTryBuffered if O_DIRECT was refused and the page cache is
+  // to be used; another negative number if the request has failed.
   static constexpr int kTryBuffered = -2;
   int descriptor(Request& request, const Piece& piece, std::int64_t done, bool direct) {
     int error = 0;
@@ -323,7 +324,7 @@ class FileEngine::Worker {
     return bounce_.get();
   }
 
-  static constexpr int kTries = 1000;  // of a call that the kernel refuses for the moment
+  static constexpr int kTries = 1000;  // for a call that the kernel temporarily refuses
 
   FileEngine& engine_;
   std::unique_ptr<char, FreeDeleter> bounce_;

@@ -20,8 +20,8 @@ struct Range {
   pid_t process = 0;
 };
 
-// All guards of the process; in a child also those of its parent at the fork. Never destroyed: tensors may outlive
-// static destruction.
+// All guards of the process; in a child also those that its parent had at the fork. Never destroyed, since tensors may
+// outlive static destruction.
 struct Ranges {
   std::mutex mutex;
   std::map<std::uint64_t, Range> by_id;
@@ -36,7 +36,7 @@ Ranges& ranges() {
   return *all;
 }
 
-// Best effort: memory that a kernel will not advise (it has gone meanwhile, or was never mapped) is copied as ever.
+// Best effort: if the kernel rejects the advice (the memory is no longer mapped, or never was), nothing changes.
 void advise(std::uintptr_t begin, std::uintptr_t end, int advice) {
   if (begin < end) {
     (void)madvise(reinterpret_cast<void*>(begin), end - begin, advice);
@@ -69,7 +69,7 @@ ForkGuard::~ForkGuard() {
   const auto found = all.by_id.find(id_);
   const Range range = found->second;
   if (range.process != getpid()) {
-    return;  // the parent's: it stays noted, since the pages are not here
+    return;  // the parent's guard: it stays registered, since this process still lacks the pages
   }
   all.by_id.erase(found);
   std::vector<Range> others;

@@ -1,17 +1,17 @@
 // Memory that forked children do not get.
 //
-// Pages that a device or a ring has pinned for transfers cannot be shared with a child until one of the two writes:
-// from Linux 5.12 on fork() copies them at once, so that each forked DataLoader worker would take as much memory again.
-// A guarded range is left out of children instead (MADV_DONTFORK); one that touches it ends by SIGSEGV.
+// Pages that are pinned for transfers by a device or a ring cannot be shared copy-on-write with a child: from Linux
+// 5.12 on, fork() copies them at once, so that each forked DataLoader worker would take the same amount of memory
+// again. A guarded range is left out of children instead (MADV_DONTFORK); a child that touches it ends by SIGSEGV.
 #pragma once
 
 #include <cstdint>
 
 namespace memascend {
 
-// Guards the whole pages inside [data, data + bytes) while it lives; pages at the ends that others share are copied as
-// ever. Ranges may overlap: a page goes to children again when its last guard has gone. Thread-safe. In a forked child
-// an inherited guard does nothing, also when it goes.
+// Guards the whole pages inside [data, data + bytes) during its lifetime; partial pages at the ends are inherited as
+// usual. Ranges may overlap: children inherit a page again once its last guard is destroyed. Thread-safe. In a forked
+// child an inherited guard does nothing, even when it is destroyed.
 class ForkGuard {
  public:
   ForkGuard(void* data, std::int64_t bytes);
@@ -19,8 +19,8 @@ class ForkGuard {
   ForkGuard(const ForkGuard&) = delete;
   ForkGuard& operator=(const ForkGuard&) = delete;
 
-  // Whether this process, a child, did not get some page of [data, data + bytes): whatever is there now is not its
-  // parent's, and not the child's to unmap in its parent's name.
+  // Returns whether this process is a forked child that did not inherit some page of [data, data + bytes). Whatever is
+  // mapped at these addresses now is not the parent's memory, so the child must not unmap it on the parent's behalf.
   [[nodiscard]] static bool withheld_from_us(const void* data, std::int64_t bytes);
 
  private:

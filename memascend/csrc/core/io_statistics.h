@@ -1,4 +1,4 @@
-// What the engine counts: a latency histogram with a resolution of an eighth, and totals.
+// Statistics of an engine: totals, and latency histograms with a relative resolution of one eighth.
 #pragma once
 
 #include <array>
@@ -8,7 +8,8 @@
 
 namespace memascend {
 
-// Buckets of microseconds: eight a power of two. `bucket_floor_us(i)` is the least latency in bucket i.
+// A histogram of latencies in microseconds with eight buckets per power of two. `bucket_floor_us(i)` is the smallest
+// latency in bucket i.
 class LatencyHistogram {
  public:
   static constexpr std::size_t kBuckets = 256;
@@ -37,23 +38,23 @@ class LatencyHistogram {
   std::array<std::uint64_t, kBuckets> counts_{};
 };
 
-// Since the engine was made, of either kind. Bounced and buffered bytes are part of the totals.
+// Counts since the engine was made, for both kinds of engine. Bounced and buffered bytes are part of the totals.
 struct IoStatistics {
   std::int64_t bytes_read = 0;
   std::int64_t bytes_written = 0;
-  std::int64_t requests = 0;       // ended, failed ones included
+  std::int64_t requests = 0;       // that have ended, including failed ones
   std::int64_t failed = 0;
   std::int64_t cancelled = 0;
-  std::int64_t commands = 0;       // given to the kernel, repeats included
+  std::int64_t commands = 0;       // submitted to the kernel, including repeats
   std::int64_t short_transfers = 0;
-  std::int64_t repeated = 0;       // after EINTR or EAGAIN
+  std::int64_t repeated = 0;       // commands repeated after EINTR or EAGAIN
   std::int64_t reread = 0;         // reads repeated because the tensor was written meanwhile
   std::int64_t bounced_bytes = 0;   // copied through a bounce buffer
   std::int64_t buffered_bytes = 0;  // through the page cache
   std::int64_t max_queue_depth = 0;
-  double mean_queue_depth = 0;     // commands in the kernel, averaged over commands given; while counting, their sum
-  double reading_s = 0;            // while at least one read was in flight
-  double writing_s = 0;            // while at least one write was
+  double mean_queue_depth = 0;     // commands in the kernel, averaged over submissions; the sum until `finish`
+  double reading_s = 0;            // seconds with at least one read in flight
+  double writing_s = 0;            // seconds with at least one write in flight
   LatencyHistogram read_latency;   // of commands
   LatencyHistogram write_latency;
 
@@ -84,11 +85,11 @@ struct IoStatistics {
     read_latency.add(other.read_latency);
     write_latency.add(other.write_latency);
   }
-  // What was summed while counting, as means.
+  // Turns the sums into means.
   void finish() { mean_queue_depth /= static_cast<double>(commands > 0 ? commands : 1); }
 };
 
-// How long at least one request of a direction was in flight, from its submission to its end.
+// Time with at least one request of one direction in flight, from submission to end.
 class BusyTime {
  public:
   void begin(std::int64_t now_ns) noexcept {

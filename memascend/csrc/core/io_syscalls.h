@@ -1,4 +1,4 @@
-// The seam between the storage engines and the kernel: tests derive from it to inject faults and to record writes.
+// The interface between the storage engines and the kernel. Tests derive from it to inject faults and record writes.
 #pragma once
 
 #include <sys/types.h>
@@ -10,25 +10,25 @@
 
 namespace memascend {
 
-// One transfer as the kernel sees it. Offset, length and memory obey O_DIRECT; the engine has seen to that.
+// One transfer as the kernel sees it. The engine makes sure that offset, length and memory satisfy O_DIRECT.
 struct AioCommand {
   bool write = false;
   int file = 0;                // index into the files that the backend was made with
-  int buffer = -1;             // registered buffer that holds `data`, or -1
+  int buffer = -1;             // registered buffer that contains `data`, or -1
   void* data = nullptr;
   std::uint32_t bytes = 0;
   std::int64_t offset = 0;
-  std::uint64_t token = 0;     // handed back with the completion
+  std::uint64_t token = 0;     // returned with the completion
 };
 
-// What direct transfers from and to an open file must obey.
+// Requirements for direct transfers from and to an open file.
 struct DirectLimits {
-  bool supported = true;        // false: an open with O_DIRECT may succeed, and is served through the page cache
-  std::uint32_t memory = 0;     // addresses are multiples of this; 0: the kernel does not say
-  std::uint32_t offset = 0;     // offsets and lengths are
+  bool supported = true;        // false: an open with O_DIRECT may succeed, but transfers use the page cache
+  std::uint32_t memory = 0;     // required alignment of addresses; 0 if the kernel does not say
+  std::uint32_t offset = 0;     // required alignment of offsets and lengths; 0 if the kernel does not say
 };
 
-// Thread-safe: called by every worker. Errors as the C library reports them: -1 and errno.
+// Thread-safe: called by every worker. Errors are reported as by the C library: -1 and errno.
 class IoSyscalls {
  public:
   IoSyscalls() = default;
@@ -36,7 +36,7 @@ class IoSyscalls {
   IoSyscalls& operator=(const IoSyscalls&) = delete;
   virtual ~IoSyscalls() = default;
 
-  // io_uring_* and io_* by number.
+  // Makes a system call by number (io_uring_* and io_*).
   virtual long raw(long number, long a, long b, long c, long d, long e, long f);
   virtual int open(const char* path, int flags, mode_t mode);
   virtual int close(int fd);
@@ -45,12 +45,13 @@ class IoSyscalls {
   virtual ssize_t pwrite(int fd, const void* data, std::size_t bytes, off_t offset);
   virtual int fdatasync(int fd);
 
-  // Before a command goes to the kernel; may shorten it. Nonzero (a negative errno): it completes with that instead.
+  // Called before a command goes to the kernel; may shorten it. If the result is not 0 (a negative errno), the command
+  // completes with it instead.
   virtual int prepare(AioCommand& command);
-  // What the kernel reported, and what the engine shall see.
+  // Called with the result that the kernel reported; returns the result that the engine shall see.
   virtual int complete(std::uint64_t token, int result);
 
-  // Throws std::system_error when the system has no thread to give.
+  // Throws std::system_error if the system cannot start another thread.
   virtual std::thread start_thread(std::function<void()> body);
 };
 

@@ -37,7 +37,7 @@ double load_latency_ns(void* address, std::int64_t bytes, std::int64_t hops, std
     at = lines[at].next;
   }
   const std::int64_t elapsed = monotonic_ns() - start;
-  lines[0].next = at;  // the loads are wanted
+  lines[0].next = at;  // uses the result, so that the compiler keeps the loads
   return static_cast<double>(elapsed) / static_cast<double>(hops);
 }
 

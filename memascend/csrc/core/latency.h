@@ -1,13 +1,14 @@
-// How long memory takes to answer one load that depends on the one before.
+// Memory latency: the time of one load that depends on the load before it.
 #pragma once
 
 #include <cstdint>
 
 namespace memascend {
 
-// Nanoseconds a load of `hops` loads over [address, address + bytes), whose lines are linked in a random cycle: each
-// address comes from the load before, so nothing runs ahead. What was there is overwritten. The address is aligned to
-// 64 bytes; `seed` chooses the cycle. Throws Error(kInvalidArgument) for fewer than two lines or no hop.
+// Returns nanoseconds per load, measured over `hops` loads. The cache lines of [address, address + bytes) are linked in
+// a random cycle, so that each address comes from the load before and the processor cannot run ahead. The memory is
+// overwritten. The address must be aligned to 64 bytes; `seed` chooses the cycle. Throws Error(kInvalidArgument) for
+// an unaligned address, fewer than two lines, or no hop.
 [[nodiscard]] double load_latency_ns(void* address, std::int64_t bytes, std::int64_t hops, std::uint64_t seed);
 
 }  // namespace memascend

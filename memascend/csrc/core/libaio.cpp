@@ -67,7 +67,7 @@ class Libaio final : public AioBackend {
       return count;
     }
     kernel_events_.resize(static_cast<std::size_t>(room - count));
-    // A context that could not take the wake-up poll, or everything yet, is looked at again every millisecond.
+    // If the kernel has not accepted the wake-up poll or all commands, look again every millisecond.
     timespec brief{0, block && count == 0 ? 1'000'000 : 0};
     const bool forever = block && count == 0 && wake_armed_ && waiting_.empty();
     const long found = call(__NR_io_getevents, static_cast<long>(context_), block && count == 0 ? 1 : 0, room - count,
@@ -97,14 +97,14 @@ class Libaio final : public AioBackend {
       batch_.assign(waiting_.begin(), waiting_.end());
       const long taken =
           call(__NR_io_submit, static_cast<long>(context_), static_cast<long>(batch_.size()), address(batch_.data()));
-      if (taken > 0) {  // perhaps not all of them
+      if (taken > 0) {  // the kernel may accept only some of them
         waiting_.erase(waiting_.begin(), waiting_.begin() + taken);
-      } else if (taken < 0 && errno != EAGAIN && errno != EINTR) {  // it is about the first one
+      } else if (taken < 0 && errno != EAGAIN && errno != EINTR) {  // the error concerns the first one
         ready_.push_back({waiting_.front()->aio_data, -errno});
         free_.push_back(waiting_.front());
         waiting_.pop_front();
       } else {
-        return;  // no room in the kernel: after the next completions
+        return;  // the kernel's queue is full: try again after the next completions
       }
     }
   }

@@ -15,7 +15,7 @@
 namespace memascend {
 namespace {
 
-// A plan asks the kernel about a page of each array for each sample: not for a kernel of fewer chunks.
+// Making a plan asks the kernel about one page per array and sample, which does not pay off for fewer chunks.
 constexpr std::int64_t kLeastChunks = 64;
 constexpr std::int64_t kSamples = 128;
 
@@ -26,7 +26,7 @@ std::string of_nodes(const std::string& file) { return text_of("/sys/devices/sys
 
 struct Machine {
   std::vector<CpuNode> nodes;  // those that have processors
-  std::map<int, int> nearest;  // of each node: an index into `nodes`, -1 for several
+  std::map<int, int> nearest;  // for each node an index into `nodes`, or -1 if several are equally near
 };
 
 std::string of_node(int node, const char* file) { return of_nodes("node" + std::to_string(node) + "/" + file); }
@@ -34,7 +34,7 @@ std::string of_node(int node, const char* file) { return of_nodes("node" + std::
 Machine read_machine() {
   Machine machine;
   const std::vector<int> numbers = listed(of_nodes("online"));
-  std::vector<int> with_cpus;  // places in a row of distances
+  std::vector<int> with_cpus;  // positions in a row of distances
   for (std::size_t place = 0; place < numbers.size(); ++place) {
     CpuNode node{numbers[place], {}};
     CPU_ZERO(&node.cpus);
@@ -60,7 +60,8 @@ const Machine& machine() {
   return read;
 }
 
-// Nodes of the machine with the processors that the calling thread may use; empty ones stay in their place.
+// Returns the nodes of the machine with the processors that the calling thread may use. Nodes without any are kept, so
+// that indices stay valid.
 std::vector<CpuNode> usable_nodes() {
   cpu_set_t mask;
   CPU_ZERO(&mask);
@@ -74,7 +75,8 @@ std::vector<CpuNode> usable_nodes() {
   return nodes;
 }
 
-// For each of `samples` equal runs of chunks the node (an index) that most of its bytes are moved nearest to, or -1.
+// Returns for each of `samples` equal runs of chunks the index of the node that is nearest to most of the bytes that it
+// moves, or -1 if there is no single one.
 std::vector<int> homes(std::int64_t chunks, std::int64_t samples, const std::vector<ChunkedArray>& arrays,
                        std::size_t nodes) {
   std::vector<void*> asked;
@@ -125,7 +127,8 @@ std::vector<int> divide_threads(int threads, const std::vector<std::int64_t>& ch
                                 const std::vector<int>& processors) {
   std::vector<int> divided(chunks.size(), 0);
   for (int given = 0; given < threads; ++given) {
-    // The node with the most chunks for each thread that it would have; with a processor left, if any node has one.
+    // The next thread goes to the node with the most chunks per thread, counting this thread. As long as any node has
+    // an unused processor, only such nodes are considered.
     const bool left = std::inner_product(processors.begin(), processors.end(), divided.begin(), false,
                                          std::logical_or<>(), [](int cpus, int used) { return cpus > used; });
     std::size_t next = chunks.size();
@@ -179,7 +182,7 @@ std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads, const s
     }
   }
   for (const std::int64_t sample : anywhere) {
-    std::size_t least = nodes.size();  // the node with the fewest chunks for each of its processors
+    std::size_t least = nodes.size();  // the node with the fewest chunks per processor
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       const auto load = [&](std::size_t of, std::size_t with) {
         return near[of].size() * static_cast<std::size_t>(processors[with]);

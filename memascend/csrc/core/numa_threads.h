@@ -1,4 +1,4 @@
-// Which threads run which chunks of a kernel on a machine with several nodes that have processors: those near the data.
+// Assignment of a kernel's chunks to threads near their data, on machines with several nodes that have processors.
 #pragma once
 
 #include <sched.h>
@@ -15,7 +15,7 @@ struct CpuNode {
   cpu_set_t cpus;
 };
 
-// Threads of one node and the chunks that are near it: order[begin .. end) of the plan.
+// The threads of one node and the chunks near it: order[begin .. end) of the plan.
 struct NodeShare {
   CpuNode node;
   int threads;
@@ -28,30 +28,32 @@ struct NumaPlan {
   std::vector<NodeShare> shares;
 };
 
-// What a kernel reads or writes in its chunks, one after the other. `weight`: bytes moved for each byte of the array.
+// An array that a kernel reads or writes chunk by chunk. `weight` is the number of bytes moved per byte of the array.
 struct ChunkedArray {
   const void* data;
   std::int64_t bytes_per_chunk;
   int weight;
 };
 
-// Divides `threads` over the nodes in proportion to the chunks whose data lie nearest to them, no more on a node than
-// it has processors as long as another has one left. Memory without processors (a CXL card) counts to the nearest node
-// that has them. The kernel is asked about some pages of each array, so a chunk's place is that of its neighbours to
-// within 1/128 of the whole. None where there is nothing to choose: one node with processors, one thread, less than 64
-// chunks, or a kernel that does not say.
+// Divides `threads` over the nodes in proportion to the chunks whose data are nearest to them. A node gets no more
+// threads than it has processors as long as another node has one left. Memory of a node without processors (a CXL card)
+// counts towards the nearest node that has some. The kernel is asked about a sample of the pages of each array, so
+// chunks are located in runs of 1/128 of the whole. Returns nothing if there is no choice: one node with processors,
+// one thread, fewer than 64 chunks, or a kernel that does not report where pages are.
 [[nodiscard]] std::optional<NumaPlan> plan_near_data(std::int64_t chunks, int threads,
                                                      const std::vector<ChunkedArray>& arrays);
 
-// By node, given chunks and processors of each; as many as `threads`, which is at least 1.
+// Returns the number of threads for each node, given its numbers of chunks and processors. They add up to `threads`,
+// which is at least 1.
 [[nodiscard]] std::vector<int> divide_threads(int threads, const std::vector<std::int64_t>& chunks,
                                               const std::vector<int>& processors);
 
-// The nearest of `nodes` (by number) in a row of the kernel's distances; -1 where two are equally near.
+// Returns which of `nodes` (positions in `distances`, a row of the kernel's table) is nearest, as an index into
+// `nodes`; -1 if two are equally near.
 [[nodiscard]] int nearest_node(const std::vector<int>& nodes, const std::vector<int>& distances);
 
-// Keeps the calling thread on a node's processors until the end of the scope: its own affinity is narrowed, never
-// widened.
+// Keeps the calling thread on a node's processors until the end of the scope. It narrows the thread's affinity and
+// never widens it.
 class OnNode {
  public:
   explicit OnNode(const CpuNode& node);
@@ -64,10 +66,10 @@ class OnNode {
   bool changed_ = false;
 };
 
-// The processor that the calling thread is on belongs to `node`.
+// Returns whether the calling thread runs on a processor of `node`.
 [[nodiscard]] bool runs_on(const CpuNode& node);
 
-// Chunks of planned kernels since the process began: run by a thread on the node of their data, and elsewhere.
+// Numbers of chunks that planned kernels have run since the process began: near their data, and elsewhere.
 struct ChunkCounts {
   std::int64_t near;
   std::int64_t elsewhere;

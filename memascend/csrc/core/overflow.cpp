@@ -11,8 +11,8 @@
 namespace memascend {
 namespace {
 
-// Between two looks at the shared flag a thread scans this much: small enough to stop early, large enough to stream.
-// Less where a tensor is small, so that every thread has several.
+// A thread scans one chunk between two checks of the shared flag: small enough to stop early, large enough to stream.
+// Chunks of a small tensor are smaller, so that every thread has several.
 constexpr std::int64_t kLeastChunkBytes = 256 * 1024;
 constexpr std::int64_t kMostChunkBytes = 1024 * 1024;
 constexpr std::int64_t kChunksAThread = 4;
@@ -22,7 +22,7 @@ std::int64_t chunk_bytes(std::int64_t bytes, int threads) {
   return std::clamp(shared, kLeastChunkBytes, kMostChunkBytes);
 }
 
-// A block is scanned without a look at what was found.
+// A block is scanned without branches; its result is checked at its end.
 constexpr std::int64_t kBlockBytes = 4096;
 
 template <typename Word>
@@ -60,9 +60,9 @@ std::uint64_t read_portable(const void* data, std::int64_t bytes) {
 
 #define MEMASCEND_TARGET(features) __attribute__((target(features)))
 
-// The vector kernels keep the largest exponent: one AND (which loads) and one MAX a vector, no branch in a block. With
-// the sign masked away the signed maximum is the unsigned one, and the value is not finite exactly if it equals the
-// mask. Four maxima, so that no instruction waits for the one before.
+// The vector kernels keep the largest exponent: one AND (which also loads) and one MAX per vector, no branch within a
+// block. With the sign masked away the signed maximum equals the unsigned one, and a value is not finite if and only if
+// it equals the mask. There are four maxima, so that no instruction waits for the one before.
 
 MEMASCEND_TARGET("avx2")
 inline __m256i max256(__m256i a, __m256i b, bool wide) {
@@ -71,11 +71,11 @@ inline __m256i max256(__m256i a, __m256i b, bool wide) {
 
 inline const __m256i* vector_at(const char* data) { return reinterpret_cast<const __m256i*>(data); }
 
-// A core that reads one stream waits at every page for its prefetcher to begin again, since the processor's prefetchers
-// stop at the end of a page: so four quarters are read side by side. Measured with two cores: on Zen 3 one stream reads
-// at two thirds to three quarters of the bandwidth of four, on Zen 4 at 0.84 to 0.92. Two or eight streams are no
-// better. Asking for lines ahead (half a kilobyte to a page) costs bandwidth: a tenth to a quarter on Zen 3 with one
-// stream, 2 to 10 % on Zen 4 with one and with four.
+// Hardware prefetchers stop at the end of a page, so a core that reads one stream waits at every page until they start
+// again. Therefore four quarters are read concurrently. Measured with two cores: on Zen 3 one stream reaches two thirds
+// to three quarters of the bandwidth of four, on Zen 4 0.84 to 0.92 of it. Two or eight streams are no better. Software
+// prefetching (half a kilobyte to a page ahead) costs bandwidth: a tenth to a quarter on Zen 3 with one stream, 2 to
+// 10 % on Zen 4 with one and with four.
 constexpr int kStreams = 4;
 constexpr std::int64_t kLine = 64;
 
@@ -177,7 +177,7 @@ std::uint64_t read_avx512(const char* data, std::int64_t bytes) {
 
 #endif
 
-// Bytes of an unrolled step; what is left behind the last whole step is done one word at a time.
+// Returns the bytes of an unrolled step; the remainder after the last whole step is processed word by word.
 std::int64_t step_bytes(SimdLevel level) { return level == SimdLevel::kAvx512 ? 256 : 128; }
 
 struct Layout {
@@ -202,7 +202,7 @@ bool scan_words(const void* data, std::int64_t count, const Layout& layout) {
                                 : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
 }
 
-// One thread's piece: whole steps by the widest instructions, the rest one word at a time.
+// Scans one chunk: whole steps by the widest instructions, the remainder word by word.
 bool scan(const char* data, std::int64_t count, const Layout& layout, SimdLevel level) {
   std::int64_t whole = 0;
 #if defined(__x86_64__)
@@ -247,7 +247,7 @@ struct Dimension {
   std::int64_t stride;
 };
 
-// Drops repeated dimensions, sorts by stride (outermost first) and joins neighbours that lie one behind the other.
+// Drops dimensions of size 1 or stride 0, sorts by stride (outermost first) and joins neighbours that are contiguous.
 std::vector<Dimension> coalesce(const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides) {
   std::vector<Dimension> kept;
   for (std::size_t i = 0; i < sizes.size(); ++i) {

@@ -22,10 +22,10 @@
 namespace memascend {
 namespace {
 
-// MAP_HUGE_2MB of linux/mman.h: the size's logarithm in the flags' upper bits.
+// MAP_HUGE_2MB of linux/mman.h: the binary logarithm of the size in the upper bits of the flags.
 constexpr int kHugePageFlag = 21 << 26;
 
-// Value in bytes of a "Name:  123 kB" line of a /proc file; -1 if the file or the line is not there.
+// Returns the value in bytes of a line "Name:  123 kB" of a /proc file, or -1 if the file or the line does not exist.
 std::int64_t proc_kib_line(const char* path, const std::string& name) {
   const std::string text = "\n" + text_of(path);
   const std::size_t at = text.find("\n" + name);
@@ -49,7 +49,7 @@ void check_sizes(std::int64_t requested, std::int64_t reserved, PageKind pages) 
 
 std::string no_reserved_pages(std::int64_t reserved) {
   const std::int64_t page = proc_kib_line("/proc/meminfo", "Hugepagesize:");
-  const auto pages_in = [](const char* name) {  // counts, not kB, in the same form of line
+  const auto pages_in = [](const char* name) {  // lines of the same form with counts instead of kB
     return std::to_string(std::max<std::int64_t>(0, proc_kib_line("/proc/meminfo", name) / 1024));
   };
   return "cannot map " + mib(reserved) + " of reserved huge pages (" + pages_in("HugePages_Free:") + " of " +
@@ -58,7 +58,8 @@ std::string no_reserved_pages(std::int64_t reserved) {
          " of 2 MiB are needed): set more aside (sysctl vm.nr_hugepages), or use transparent huge pages";
 }
 
-// An anonymous private mapping that starts on a huge page: a larger one, with both ends given back. Null if refused.
+// Makes an anonymous private mapping that starts at a huge page boundary: maps more and unmaps both ends. Returns null
+// if the kernel refuses.
 void* map_on_huge_page(std::size_t length) {
   const std::size_t more = length + static_cast<std::size_t>(kHugePageBytes) - kPageBytes;
   void* mapped = mmap(nullptr, more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -73,12 +74,12 @@ void* map_on_huge_page(std::size_t length) {
   if (start + length < begin + more) {
     munmap(reinterpret_cast<void*>(start + length), begin + more - start - length);
   }
-  // Advice: a kernel without transparent huge pages gives small ones.
+  // This is only advice: a kernel without transparent huge pages uses small ones.
   (void)madvise(reinterpret_cast<void*>(start), length, MADV_HUGEPAGE);
   return reinterpret_cast<void*>(start);
 }
 
-// `length` bytes of zeroed memory.
+// Maps `length` bytes of zeroed memory.
 void* map_pages(std::int64_t length, PageKind pages) {
   const auto bytes = static_cast<std::size_t>(length);
   if (pages == PageKind::kReserved) {
@@ -153,7 +154,7 @@ PinnedBlock PinnedRegistry::allocate(std::int64_t requested_bytes, std::int64_t 
     munmap(address, length);
     throw;
   }
-  // Reserved huge pages are never swapped and do not count against the limit; mlock has nothing to do on them.
+  // Reserved huge pages are never swapped out and do not count towards the limit, so they need no mlock.
   const bool reserved = pages == PageKind::kReserved;
   const bool locked = reserved || (lock && mlock(address, length) == 0);
   if (lock && !locked && require_lock) {
@@ -194,11 +195,11 @@ bool PinnedRegistry::release(std::uintptr_t address) noexcept {
     hook = unregister_hook_;
   }
   void* pointer = reinterpret_cast<void*>(address);
-  // A forked child inherits neither the driver's registration, which is the parent's to undo, nor guarded pages: what
-  // it has at their addresses is its own.
+  // A forked child inherits neither the registration with the driver, which only the parent can undo, nor guarded
+  // pages: whatever it has mapped at their addresses is its own.
   const bool ours = block.owner_pid == getpid();
   if (ours && block.registered && !(hook != nullptr && hook(pointer))) {
-    std::lock_guard<std::mutex> guard(mutex_);  // the driver still knows the pages, and the address stays taken
+    std::lock_guard<std::mutex> guard(mutex_);  // the driver still knows the pages, so they stay mapped
     guards_[address] = std::move(fork_guard);
     return true;
   }
@@ -251,7 +252,7 @@ void PinnedRegistry::mark_registered(std::uint64_t id) {
     found->second.registered = true;
     block = found->second;
   }
-  // Not under the lock: before a fork both locks are taken, in an order of their own.
+  // Made without holding the lock: before a fork both locks are taken, and the opposite order here could deadlock.
   auto fork_guard = std::make_unique<ForkGuard>(reinterpret_cast<void*>(block.address), block.reserved_bytes);
   std::lock_guard<std::mutex> guard(mutex_);
   guards_[block.address] = std::move(fork_guard);

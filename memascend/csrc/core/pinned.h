@@ -1,7 +1,7 @@
-// Page-locked host memory, and the account of which blocks are live.
+// Page-locked host memory, and the registry of live blocks.
 //
-// Blocks are anonymous private mappings of their own: they start on a page, share no page with other heap objects
-// (mlock works by page), carry no allocator header, and go back to the kernel the moment they are released.
+// Each block is a separate anonymous private mapping: it starts on a page, shares no page with other heap objects
+// (mlock works by page), has no allocator header, and is returned to the kernel as soon as it is released.
 #pragma once
 
 #include <sys/types.h>
@@ -20,18 +20,18 @@ namespace memascend {
 inline constexpr std::int64_t kPageBytes = 4096;
 inline constexpr std::int64_t kHugePageBytes = std::int64_t{2} << 20;
 
-// kTransparent: the mapping starts on a huge page and the kernel is asked to use them (MADV_HUGEPAGE); what is less
-// than one at the end stays on small pages, so the size is as exact as with kSmall. kReserved: pages that the
-// administrator has set aside (MAP_HUGETLB); sizes are whole huge pages.
+// kTransparent: the mapping starts at a huge page boundary and the kernel is asked to use huge pages (MADV_HUGEPAGE). A
+// remainder at the end stays on small pages, so the size is as exact as with kSmall. kReserved: pages that the
+// administrator has reserved (MAP_HUGETLB); sizes are whole huge pages.
 enum class PageKind { kSmall, kTransparent, kReserved };
 
 struct PinnedBlock {
   std::uint64_t id = 0;
   std::uintptr_t address = 0;
-  std::int64_t requested_bytes = 0;  // what the caller asked for
-  std::int64_t reserved_bytes = 0;   // what is mapped and resident: a multiple of the page
+  std::int64_t requested_bytes = 0;  // as the caller asked for
+  std::int64_t reserved_bytes = 0;   // mapped and resident: a multiple of the page size
   PageKind pages = PageKind::kSmall;
-  bool locked = false;  // cannot be swapped out: mlock succeeded, or reserved huge pages, which never are
+  bool locked = false;  // cannot be swapped out: mlock succeeded, or these are reserved huge pages
   bool registered = false;  // known to the CUDA driver
   std::int64_t born_ns = 0;
   pid_t owner_pid = 0;
@@ -43,38 +43,39 @@ struct PinnedEvent {
   std::int64_t t_ns = 0;
 };
 
-// Undoes a CUDA registration. Returns false if it could not (interpreter gone): the block is then leaked, because
-// unmapping memory that the driver still has registered is an error, and the process is ending anyway.
+// Undoes a CUDA registration. Returns false if that fails (the interpreter has ended): the block is then leaked,
+// because it is an error to unmap memory that the driver still has registered, and the process is ending anyway.
 using UnregisterHook = bool (*)(void* address);
 
-// Thread-safe. One registry serves the process (`instance`, never destroyed: tensors may outlive static
+// Thread-safe. The process uses one registry (`instance`, never destroyed, since tensors may outlive static
 // destruction); tests make their own.
 class PinnedRegistry {
  public:
   static PinnedRegistry& instance();
 
-  // Maps `reserved_bytes`, sets where they are to lie, locks them (or touches every page if locking is refused and not
-  // required) and books the block. Throws Error: kInvalidArgument for sizes, kOutOfMemory for what cannot be mapped,
-  // the memlock limit and reserved huge pages. Whether RAM and control groups have room is the caller's to ask
-  // (memascend/memory/cgroup.py): beyond that the kernel kills.
+  // Maps `reserved_bytes`, applies the placement, locks the pages (or touches each one if locking is refused and not
+  // required) and registers the block. Throws Error: kInvalidArgument for invalid sizes; kOutOfMemory if the memory
+  // cannot be mapped, for the memlock limit, and if there are too few reserved huge pages. The caller must check that
+  // RAM and control groups have enough free memory (memascend/memory/cgroup.py), or the kernel kills the process.
   [[nodiscard]] PinnedBlock allocate(std::int64_t requested_bytes, std::int64_t reserved_bytes, bool lock,
                                      bool require_lock, PageKind pages = PageKind::kSmall,
                                      const Placement& placement = {});
 
-  // Frees a block by its first address; false if no live block starts there (a second release, a foreign address).
+  // Frees the block at `address`. Returns false if no live block starts there (a second release, a foreign address).
   bool release(std::uintptr_t address) noexcept;
 
-  // True if [address, address + bytes) lies inside one live block.
+  // Returns whether [address, address + bytes) is inside one live block.
   [[nodiscard]] bool contains(std::uintptr_t address, std::int64_t bytes) const;
 
   [[nodiscard]] std::vector<PinnedBlock> live() const;
   [[nodiscard]] std::vector<PinnedEvent> drain_events();
 
-  // The driver knows the block: it is unregistered before it is unmapped, and forked children do not get it.
+  // Records that the CUDA driver knows the block: it is unregistered before it is unmapped, and forked children do not
+  // inherit it. Throws Error(kInvalidArgument) if there is no such block.
   void mark_registered(std::uint64_t id);
   void set_unregister_hook(UnregisterHook hook) noexcept;
 
-  // Fork safety: the registry's lock is held across fork() so that the child finds it consistent.
+  // Fork safety: the registry is locked during fork(), so that the child finds it consistent.
   void lock_for_fork() { mutex_.lock(); }
   void unlock_after_fork() { mutex_.unlock(); }
 
@@ -83,16 +84,16 @@ class PinnedRegistry {
 
   mutable std::mutex mutex_;
   std::map<std::uintptr_t, PinnedBlock> blocks_;
-  std::map<std::uintptr_t, std::unique_ptr<ForkGuard>> guards_;  // of blocks that are registered
+  std::map<std::uintptr_t, std::unique_ptr<ForkGuard>> guards_;  // of blocks registered with the driver
   std::vector<PinnedEvent> events_;
   std::uint64_t next_id_ = 1;
   UnregisterHook unregister_hook_ = nullptr;
 };
 
-// Makes whole pages resident, where the policy says that holds at this moment.
+// Makes whole pages resident, on the nodes that the current memory policy selects.
 void touch_pages(void* address, std::int64_t bytes);
 
-// Soft RLIMIT_MEMLOCK in bytes; -1 if unlimited.
+// Returns the soft RLIMIT_MEMLOCK in bytes, or -1 if it is unlimited.
 [[nodiscard]] std::int64_t memlock_limit_bytes();
 
 }  // namespace memascend

@@ -22,7 +22,7 @@ namespace {
 constexpr int kPolicyPreferred = 1, kPolicyBind = 2, kPolicyInterleave = 3, kPolicyPreferredMany = 5,
               kPolicyWeightedInterleave = 6;
 constexpr unsigned kFlagStrict = 1, kFlagMove = 2;
-// Pages that one question is about: 16 Ki of 4 KiB, 192 KiB of questions and answers.
+// Pages per system call: 16 Ki of 4 KiB, with 192 KiB of addresses and answers.
 constexpr std::int64_t kPagesAsked = std::int64_t{1} << 14;
 
 int policy_of(PlacementMode mode) {
@@ -34,7 +34,7 @@ int policy_of(PlacementMode mode) {
     case PlacementMode::kPreferredMany:
       return kPolicyPreferredMany;
     case PlacementMode::kInterleaved:
-    case PlacementMode::kStriped:  // once its pages are there: what comes back from swap is spread, and nothing moves
+    case PlacementMode::kStriped:  // set after its pages are resident: pages back from swap are spread, no page moves
       return kPolicyInterleave;
     case PlacementMode::kWeighted:
       return kPolicyWeightedInterleave;
@@ -82,10 +82,10 @@ std::vector<unsigned long> mask_of(const std::vector<int>& nodes) {
   return mask;
 }
 
-// The kernel leaves out the last bit that it is told of.
+// The kernel ignores the last of the bits that it is given, hence one more.
 unsigned long bits_of(const std::vector<unsigned long>& mask) { return mask.size() * kBits + 1; }
 
-// 0, or the error. Without NUMA in the kernel everything is on node 0.
+// Returns 0 or the error. Without NUMA in the kernel everything is on node 0.
 int bind_pages(void* address, std::int64_t bytes, const Placement& placement, unsigned flags) {
   const auto mask = mask_of(placement.nodes);
   if (syscall(SYS_mbind, address, static_cast<unsigned long>(bytes), policy_of(placement.mode), mask.data(),
@@ -108,7 +108,7 @@ void check_nodes(const Placement& placement) {
   }
 }
 
-// The calling thread's own policy, put back at the end of a scope.
+// Saves the calling thread's own policy and restores it at the end of a scope.
 class ThreadPolicy {
  public:
   ThreadPolicy() { held_ = syscall(SYS_get_mempolicy, &mode_, mask_.data(), bits_of(mask_) - 1, nullptr, 0) == 0; }
@@ -120,7 +120,7 @@ class ThreadPolicy {
   ThreadPolicy(const ThreadPolicy&) = delete;
   ThreadPolicy& operator=(const ThreadPolicy&) = delete;
 
-  // 0, or the error.
+  // Returns 0 or the error.
   [[nodiscard]] int prefer(int node) const {
     const auto mask = mask_of({node});
     return syscall(SYS_set_mempolicy, kPolicyPreferred, mask.data(), bits_of(mask)) == 0 ? 0 : errno;
@@ -132,8 +132,8 @@ class ThreadPolicy {
   bool held_ = false;
 };
 
-// Touches stripe after stripe, each under a policy of its own; then gives the whole one policy, so that it is one
-// mapping again and automatic balancing leaves it alone.
+// Touches stripe after stripe, each under a policy of the thread, which does not split the mapping. Then sets one
+// policy for the whole range, so that automatic NUMA balancing does not move its pages.
 void stripe_pages(void* address, std::int64_t bytes, const Placement& placement) {
   const ThreadPolicy thread;
   auto* at = static_cast<char*>(address);
@@ -150,9 +150,9 @@ void stripe_pages(void* address, std::int64_t bytes, const Placement& placement)
   }
 }
 
-// As `move_pages_to`, page by page.
+// Does what `move_pages_to` says for striped memory, page by page.
 void move_to_stripes(void* address, std::int64_t bytes, const Placement& placement) {
-  // Memory of less than a huge page has none, and is exact.
+  // Memory smaller than a huge page contains none, so its shares are exact.
   const bool may_be_huge = bytes >= kHugePageBytes;
   const std::int64_t huge = kHugePageBytes / kPageBytes;
   std::vector<void*> pages;
@@ -182,7 +182,8 @@ void move_to_stripes(void* address, std::int64_t bytes, const Placement& placeme
   if (const int error = bind_pages(address, bytes, placement, 0); error != 0) {
     throw_refusal(placement, error);
   }
-  // The answers do not tell a page that is pinned from one that has moved with its huge page: where they are does.
+  // The status codes do not distinguish a pinned page from one that has moved with its huge page, so check where the
+  // pages are now.
   const auto found = pages_by_node(address, bytes);
   const std::int64_t untouched = found.contains(-1) ? found.at(-1) : 0;
   for (const auto& [node, count] : wanted) {
@@ -219,7 +220,7 @@ std::vector<Stripe> stripes_of(std::int64_t pages, const std::vector<std::int64_
   }
   std::vector<Stripe> stripes;
   for (std::int64_t done = 0; done < pages;) {
-    // The node that is furthest behind its share; of equals the first.
+    // The node that is furthest behind its share is next; among equals the first one.
     std::size_t next = 0;
     double most = -1;
     for (std::size_t node = 0; node < left.size(); ++node) {
@@ -275,7 +276,7 @@ void move_pages_to(void* address, std::int64_t bytes, const Placement& placement
 
 std::vector<int> nodes_of_pages(const std::vector<void*>& pages) {
   std::vector<int> answers(pages.size(), -1);
-  // The kernel does not write to the addresses.
+  // The cast is safe: the kernel does not write to this array.
   auto* const asked = const_cast<void**>(pages.data());
   if (syscall(SYS_move_pages, 0, pages.size(), asked, nullptr, answers.data(), 0) < 0) {
     answers.clear();
@@ -302,7 +303,7 @@ std::map<int, std::int64_t> pages_by_node(const void* address, std::int64_t byte
                       "): in Docker allow it with --cap-add SYS_NICE");
     }
     for (const int node : answers) {
-      ++counts[std::max(node, -1)];  // an error for each page that is not there: EFAULT before Linux 6.6, then ENOENT
+      ++counts[std::max(node, -1)];  // a page that is not resident has an error: EFAULT before Linux 6.6, then ENOENT
     }
   }
   return counts;

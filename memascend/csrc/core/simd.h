@@ -1,4 +1,4 @@
-// What the arithmetic kernels share: number formats, and the instruction sets that are chosen between at run time.
+// Number formats of the arithmetic kernels, and the instruction sets that are chosen from at run time.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,17 @@ enum class FloatFormat { kFloat32, kFloat16, kBFloat16 };
   return format == FloatFormat::kFloat32 ? 4 : 2;
 }
 
-// kAvx2 needs FMA, F16C and AES too (Intel since 2013, AMD since 2015), kAvx512 the subsets F, BW, DQ and VL and vector
-// AES (Ice Lake, Zen 4). kAvx2Vaes is for those that have vector AES without AVX-512 (Zen 3, Intel's
+// kAvx2 also needs FMA, F16C and AES (Intel since 2013, AMD since 2015). kAvx512 needs the subsets F, BW, DQ and VL and
+// vector AES (Ice Lake, Zen 4). kAvx2Vaes is for processors with vector AES but without AVX-512 (Zen 3, Intel's
 // desktops since 2021).
 enum class SimdLevel { kPortable, kAvx2, kAvx2Vaes, kAvx512 };
 
-// Best level of this processor, found once.
+// Returns the best level of this processor, which is determined once.
 [[nodiscard]] SimdLevel best_simd_level();
 [[nodiscard]] std::string simd_level_name(SimdLevel level);
 
-// Throws Error(kInvalidArgument), beginning with `what`, for a level that this processor lacks and for threads < 1.
+// Throws Error(kInvalidArgument), with a message that begins with `what`, for a level that this processor lacks and for
+// threads < 1.
 void require_runnable(const char* what, SimdLevel level, int threads);
 
 }  // namespace memascend

@@ -1,4 +1,4 @@
-// 16 lanes in two AVX2 registers (with FMA, F16C and AES). Include behind the target pragma.
+// 16 lanes in two AVX2 registers (with FMA, F16C and AES). Include this after the target pragma.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct Avx2 {
   struct Noise {
     Packed param, momentum, variance;
   };
-  using Codes = Words;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
+  using Codes = Words;  // of a group: each 32-bit lane has the code of an even element and above it that of the odd one
 
   static Floats set(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
   static Floats load_f32(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -69,7 +69,7 @@ struct Avx2 {
     return _mm256_movemask_ps(_mm256_cmp_ps(both, both, _CMP_UNORD_Q)) != 0;
   }
 
-  // Of bf16: the exponent is all ones.
+  // For bf16: tests whether any exponent is all ones.
   static bool any_packed_not_finite(const Packed& a, const Packed& b) {
     const __m256i exponent = _mm256_set1_epi16(0x7F80);
     const auto full = [&](__m256i x) { return _mm256_cmpeq_epi16(_mm256_and_si256(x, exponent), exponent); };
@@ -92,7 +92,7 @@ struct Avx2 {
 
   static Packed load_packed(const std::uint16_t* p) { return {load_halves(p), load_halves(p + 16)}; }
   static void store_packed(std::uint16_t* p, const Packed& a, bool stream) { store_pair(p, a.low, a.high, stream); }
-  // Even and odd elements, widened.
+  // Returns the even and the odd elements, widened.
   static Two split(const Packed& a) {
     const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
     return {
@@ -136,7 +136,7 @@ struct Avx2 {
     const __m256i packed = _mm256_packus_epi32(a.low, a.high);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
   }
-  // Even and odd elements, times 2 to the (biased) exponent.
+  // Returns the even and the odd elements, times 2 to the (biased) exponent.
   static Two decode_signed(const Codes& a, std::uint32_t exponent) {
     const auto low = decode_signed_half(a.low, exponent);
     const auto high = decode_signed_half(a.high, exponent);
@@ -149,7 +149,7 @@ struct Avx2 {
             {decoded(_mm256_slli_epi32(a.low, kRootShift - 8), kMask, exponent),
              decoded(_mm256_slli_epi32(a.high, kRootShift - 8), kMask, exponent)}};
   }
-  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  // Returns the upper 16 bits of the largest root, and below them those of the largest momentum without its sign.
   static std::uint32_t largest(Floats m_even, Floats m_odd, Floats r_even, Floats r_odd) {
     const __m256i momentum =
         top({magnitude(m_even.low), magnitude(m_even.high)}, {magnitude(m_odd.low), magnitude(m_odd.high)});
@@ -159,12 +159,12 @@ struct Avx2 {
     four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0xB1));
     return static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
   }
-  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  // All numbers must be below 2 to the (biased) exponent + 1, by at least the last step between codes.
   static Codes encode_signed(const Two& values, std::uint32_t exponent, const Packed& noise) {
     return {encode_signed_half({values.a.low, values.b.low}, exponent, noise.low),
             encode_signed_half({values.a.high, values.b.high}, exponent, noise.high)};
   }
-  // As a root of zero would make a step infinite, the smallest code is one.
+  // The smallest code is one, since a root of zero would make a step infinite.
   static Codes encode_unsigned(const Two& values, std::uint32_t exponent, const Packed& noise) {
     return {encode_unsigned_half({values.a.low, values.b.low}, exponent, noise.low),
             encode_unsigned_half({values.a.high, values.b.high}, exponent, noise.high)};
@@ -224,7 +224,7 @@ struct Avx2 {
     const __m256 linear = _mm256_castsi256_ps(ones(linear_bits(exponent)));
     return _mm256_min_ps(z, _mm256_fmsub_ps(z, _mm256_set1_ps(2), linear));
   }
-  // `value` with the first bit of `top`.
+  // Returns `value` with the sign bit of `top`.
   static __m256 with_sign(__m256 value, __m256i top) {
     return _mm256_or_ps(value, _mm256_castsi256_ps(masked(top, 0x80000000u)));
   }

@@ -1,4 +1,4 @@
-// 16 lanes in one AVX-512 register (F, BW, DQ, VL, VAES). Include behind the target pragma.
+// 16 lanes in one AVX-512 register (F, BW, DQ, VL, VAES). Include this after the target pragma.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Avx512 {
     Packed param, momentum, variance;
   };
   using Codes =
-      __m512i;  // of a group: in each lane of 32 bits the code of an even element, and above it that of the odd
+      __m512i;  // of a group: each 32-bit lane has the code of an even element and above it that of the odd one
 
   static Floats set(float value) { return _mm512_set1_ps(value); }
   static Floats load_f32(const float* p) { return _mm512_loadu_ps(p); }
@@ -56,7 +56,7 @@ struct Avx512 {
     ((sum = _mm512_fmadd_ps(rest, zero, sum)), ...);
     return _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q) != 0;
   }
-  // Of bf16: the exponent is all ones.
+  // For bf16: tests whether any exponent is all ones.
   static bool any_packed_not_finite(Packed a, Packed b) {
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     const auto full = [&](__m512i x) { return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent); };
@@ -64,7 +64,7 @@ struct Avx512 {
   }
 
   static Halves to_f16(Floats a) { return _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // Not vcvtneps2bf16, which takes subnormal numbers for zero.
+  // Does not use vcvtneps2bf16, which treats subnormal numbers as zero.
   static Halves to_bf16(Floats a) {
     const __m512i bits = _mm512_castps_si512(a);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -84,7 +84,7 @@ struct Avx512 {
       _mm512_storeu_si512(p, a);
     }
   }
-  // Even and odd elements, widened.
+  // Returns the even and the odd elements, widened.
   static Two split(Packed a) {
     const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), _mm512_castsi512_ps(_mm512_and_si512(a, upper))};
@@ -124,7 +124,7 @@ struct Avx512 {
   static void store_codes(std::uint8_t* p, Codes a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
   }
-  // Even and odd elements, times 2 to the (biased) exponent.
+  // Returns the even and the odd elements, times 2 to the (biased) exponent.
   static Two decode_signed(Codes a, std::uint32_t exponent) {
     constexpr std::uint32_t kMask = 0x7Fu << kMomentumShift;
     const __m512i sign = ones(0x80000000u);
@@ -138,7 +138,7 @@ struct Avx512 {
     return {decoded(_mm512_slli_epi32(a, kRootShift), kMask, exponent),
             decoded(_mm512_slli_epi32(a, kRootShift - 8), kMask, exponent)};
   }
-  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  // Returns the upper 16 bits of the largest root, and below them those of the largest momentum without its sign.
   static std::uint32_t largest(Floats m_even, Floats m_odd, Floats r_even, Floats r_odd) {
     const __m512i momentum =
         _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(m_even)), _mm512_castps_si512(_mm512_abs_ps(m_odd)));
@@ -150,7 +150,7 @@ struct Avx512 {
     four = _mm_max_epu16(four, _mm_shuffle_epi32(four, 0xB1));
     return static_cast<std::uint32_t>(_mm_cvtsi128_si32(four));
   }
-  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  // All numbers must be below 2 to the (biased) exponent + 1, by at least the last step between codes.
   static Codes encode_signed(const Two& values, std::uint32_t exponent, Packed noise) {
     const Pair bits = encoded({_mm512_abs_ps(values.a), _mm512_abs_ps(values.b)}, exponent, noise, kMomentumShift - 16);
     const __m512i even = choose(0x7F, _mm512_srli_epi32(bits.even, kMomentumShift),
@@ -159,7 +159,7 @@ struct Avx512 {
                                _mm512_srli_epi32(_mm512_castps_si512(values.b), 16));
     return choose(0xFF, even, odd);
   }
-  // As a root of zero would make a step infinite, the smallest code is one.
+  // The smallest code is one, since a root of zero would make a step infinite.
   static Codes encode_unsigned(const Two& values, std::uint32_t exponent, Packed noise) {
     const __m512i one = ones(kCodeBase + (1u << kRootShift));
     const Pair bits = encoded(values, exponent, noise, kRootShift - 16);
@@ -192,7 +192,7 @@ struct Avx512 {
   static __m512 float_of(std::uint32_t bits) { return _mm512_castsi512_ps(ones(bits)); }
   // (a & b) | c
   static __m512i and_or(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0xEA); }
-  // Bits of `a` where the mask has ones, of `b` elsewhere.
+  // Returns the bits of `a` where the mask has ones, and those of `b` elsewhere.
   static __m512i choose(std::uint32_t mask, __m512i a, __m512i b) {
     return _mm512_ternarylogic_epi32(ones(mask), a, b, 0xCA);
   }

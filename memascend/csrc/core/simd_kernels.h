@@ -1,6 +1,6 @@
-// Kernels that exist once for every instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp fill a
-// table each. Results are the same bits at every level: the same operations in the same order, each rounded as IEEE 754
-// says.
+// Kernels that exist once for each instruction set: simd_kernels_{portable,avx2,avx2_vaes,avx512}.cpp each fill a
+// table. The results are bitwise identical at every level, because the operations and their order are the same and each
+// is rounded according to IEEE 754.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,13 @@
 
 namespace memascend {
 
-// Elements of a group. Kernels do whole groups; what is less is done in a group of its own, padded.
+// Elements of a group. Kernels process whole groups; a smaller remainder is copied into a padded group.
 constexpr std::int64_t kGroup = 32;
 
 // Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11): ARS with five rounds passes all of BigCrush.
 constexpr int kArsRounds = 5;
 
-// One AdamW step in the numbers that a kernel needs.
+// The factors of one AdamW step that a kernel needs.
 struct AdamWFactors {
   float grad_scale;
   float one_minus_beta1;
@@ -25,7 +25,7 @@ struct AdamWFactors {
   float epsilon;
   float decay;  // 1 - lr * weight_decay
   float step_size;  // lr / (1 - beta1^step)
-  std::uint64_t round_key[kArsRounds + 2][2];  // of the random numbers: from the seed
+  std::uint64_t round_key[kArsRounds + 2][2];  // for the random numbers, derived from the seed
   std::uint64_t step;
 };
 
@@ -51,32 +51,33 @@ struct AdamW8Piece {
   std::int64_t groups;
 };
 
-// An 8-bit code is the exponent's last three bits and the fraction's first bits of a number z in [2^-7, 2): four bits
-// of the fraction below a sign for the momentum, five for the root of the variance. Above them is always kCodeBase, so
-// a code is a shift away. A value y in [0, 2) is kept as z = max(y, y / 2 + 2^-7), which makes codes below y = 2^-6
-// evenly spaced and reach zero, and min(z, 2 z - 2^-6) takes it back. A scale of 2^(exponent - 127) is added to
-// exponents; with one of 8 or more nothing here is subnormal.
+// An 8-bit code consists of the last three bits of the exponent and the first bits of the fraction of a number z in
+// [2^-7, 2): four bits of the fraction, and a sign above, for the momentum; five bits for the root of the variance. The
+// bits above are always those of kCodeBase, so encoding and decoding need only a shift. A value y in [0, 2) is stored
+// as z = max(y, y / 2 + 2^-7), which makes codes below y = 2^-6 evenly spaced down to zero; min(z, 2 z - 2^-6) is the
+// inverse. Multiplying by a scale of 2^(exponent - 127) adds to the exponents; if the biased exponent is at least 8, no
+// number here is subnormal.
 constexpr std::uint32_t kCodeBase = 0x3C000000u;
 constexpr int kMomentumShift = 19;  // of the code's last bit in the bits of a float
 constexpr int kRootShift = 18;
-constexpr std::uint32_t kLeastExponent = 8;  // what is less is read as this
-// From here on the exponent of a block's largest number is not kept: what is infinite or NaN, and 2^127.
+constexpr std::uint32_t kLeastExponent = 8;  // smaller ones are read as this
+// A block whose largest number has this exponent or a larger one is not stored: 2^127 and above, infinite or NaN.
 constexpr std::uint32_t kExponentLimit = 254;
 
-// Bits of floats, times the scale.
+// Bit patterns of these floats times the scale.
 constexpr std::uint32_t code_base(std::uint32_t exponent) { return kCodeBase + ((exponent - 127) << 23); }
 constexpr std::uint32_t linear_bits(std::uint32_t exponent) { return (exponent - 6) << 23; }  // 2^-6
 constexpr std::uint32_t half_linear_bits(std::uint32_t exponent) { return (exponent - 7) << 23; }  // 2^-7
 constexpr std::uint32_t unscaling(std::uint32_t exponent) { return (127 - exponent) << 23; }  // added to bits
 
-// Returns the first group that has something that is not finite before or after the step, or -1. Such groups are left
-// as they were; all others are done.
+// Updates all groups. Returns the first group with a number that is not finite before or after the step, or -1. Such
+// groups are left unchanged.
 using AdamWKernel = std::int64_t (*)(const AdamWFactors&, const AdamWPiece&);
 
 using AdamW8Kernel = std::int64_t (*)(const AdamWFactors&, const AdamW8Piece&);
 
-// out[i] = data[i] * scale; returns the sum of squares of out, in double; *finite is cleared if one of them is not.
-// `out` may be `data` if the formats are the same.
+// Sets out[i] = data[i] * scale and returns the sum of squares of out, in double. Clears *finite if any result is not
+// finite. `out` may be `data` if the formats are the same.
 using UnscaleKernel = double (*)(const void* data, void* out, std::int64_t groups, float scale, bool* finite);
 
 enum class CopyFormat { kNone, kFloat16, kBFloat16 };

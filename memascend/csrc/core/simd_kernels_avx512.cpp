@@ -1,6 +1,6 @@
 #if defined(__x86_64__)
 
-// Headers of the library come first: what they define inline must not be compiled for more than the baseline.
+// Standard headers come before the target pragma: their inline functions must be compiled for the baseline only.
 #include <cstdint>
 #include <string>
 

@@ -1,19 +1,20 @@
-// The kernels, over a vector class V of 16 lanes (simd_portable.h, simd_avx2.h, simd_avx512.h). Included by one source
-// file for each instruction set, behind that file's target pragma: so everything here has internal linkage.
+// The kernels, written for a vector class V of 16 lanes (simd_portable.h, simd_avx2.h, simd_avx512.h). One source file
+// per instruction set includes this after its target pragma, so everything here has internal linkage.
 //
-// Stochastic rounding. fp32 to bf16 adds a uniform 16-bit number to the bits and cuts the low half off: the result is
-// the neighbour above with the probability that makes the expectation exact. Element e of the whole tensor takes half
-// word e % 8 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each) with the counter
-// (e / 8, step) and the key (seed, 0), all of 64 bits, for the parameter; the same half word of that block after one
-// more AES round for the variance; and the exclusive or of the two for the momentum. If a block is uniform, so is each
+// Stochastic rounding. To round fp32 to bf16, a uniform 16-bit number is added to the bits and the low half is cut off.
+// The result is rounded up with the probability that makes its expectation exact. For the parameter, element e of the
+// whole tensor uses half word e % 8 of the ARS-5 block (Salmon et al., SC'11: five rounds of AES, one instruction each)
+// with the counter (e / 8, step) and the key (seed, 0), all of 64 bits. For the variance, it uses the same half word of
+// that block after one more AES round; for the momentum, the exclusive or of the two. If a block is uniform, so is each
 // of the three, and any two numbers of a block are independent: a round mixes every half word from two columns' worth
-// of other bytes by a matrix all of whose square parts can be inverted. Nothing else enters, so slices, threads and
-// instruction sets change no bit.
+// of other bytes by a matrix whose square submatrices are all invertible. The random numbers depend on nothing else,
+// so slices, threads and instruction sets do not change a bit.
 //
-// 8-bit codes are cut the same way, three bits (momentum) or two (root of the variance) further up, by the same words.
+// 8-bit codes are rounded in the same way and by the same numbers, three bits (momentum) or two (root of the variance)
+// further up.
 //
-// Kernels with 16-bit or 8-bit states split a group into its even and its odd elements: a shift and a mask make two
-// vectors of fp32 from one of bf16, and a shift and a blend one from two, where taking first and last halves needs
+// Kernels with 16-bit or 8-bit states split a group into its even and its odd elements: a shift and a mask turn one
+// vector of bf16 into two of fp32, and a shift and a blend turn two into one, whereas first and last halves would need
 // shuffles.
 
 #include <cstdint>
@@ -61,13 +62,13 @@ inline Updated<V> update(const AdamWFactors& f, typename V::Floats grad, Updated
   return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, variance};
 }
 
-// Checking momentum too is not needed: where it is not finite, the parameter made from it is not either.
+// The momentum need not be checked: if it is not finite, neither is the parameter computed from it.
 template <class V>
 inline bool bad(const Updated<V>& a, const Updated<V>& b) {
   return V::any_not_finite(a.param, b.param, a.variance, b.variance);
 }
 
-// Even and odd elements of a group.
+// Loads the even and the odd elements of a group.
 template <class V, FloatFormat F>
 inline typename V::Two split(const void* data, std::int64_t i) {
   if constexpr (F == FloatFormat::kBFloat16) {
@@ -86,7 +87,7 @@ inline void store_copy(void* copy, std::int64_t i, typename V::Floats low, typen
   }
 }
 
-// One group with fp32 states. False if it is left as it was.
+// Updates one group with fp32 states. Returns false if it is left unchanged.
 template <class V, FloatFormat Grad, CopyFormat Copy>
 inline bool step_f32(const AdamWFactors& f, const AdamWPiece& piece, std::int64_t group, bool stream) {
   constexpr FloatFormat kState = FloatFormat::kFloat32;
@@ -111,7 +112,7 @@ inline bool step_f32(const AdamWFactors& f, const AdamWPiece& piece, std::int64_
   return true;
 }
 
-// One group with bf16 states.
+// Updates one group with bf16 states. Returns false if it is left unchanged.
 template <class V, FloatFormat Grad, CopyFormat Copy>
 inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64_t group, bool stream) {
   const std::int64_t i = group * kGroup;
@@ -126,8 +127,8 @@ inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64
   const auto kept = V::round(even.param, odd.param, noise.param);
   const auto kept_momentum = V::round(even.momentum, odd.momentum, noise.momentum);
   const auto kept_variance = V::round(even.variance, odd.variance, noise.variance);
-  // Noise makes no number of a NaN that came from bf16, as its low half is zero; a wider gradient's may have all bits
-  // set.
+  // Adding noise cannot turn a NaN that came from bf16 into a number, as its low half is zero. A NaN of a wider
+  // gradient may have all bits set.
   if (V::any_packed_not_finite(kept, kept_variance) || (Grad != FloatFormat::kBFloat16 && bad<V>(even, odd)))
       [[unlikely]] {
     return false;
@@ -138,7 +139,7 @@ inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64
   put(piece.param, kept, false);
   put(piece.momentum, kept_momentum, false);
   put(piece.variance, kept_variance, false);
-  if constexpr (Copy == CopyFormat::kBFloat16) {  // of the parameter as it is kept
+  if constexpr (Copy == CopyFormat::kBFloat16) {  // the copy is of the parameter as it is stored
     put(piece.copy, kept, stream);
   } else if constexpr (Copy == CopyFormat::kFloat16) {
     const auto wide = V::split(kept);
@@ -151,9 +152,9 @@ inline bool step_bf16(const AdamWFactors& f, const AdamWPiece& piece, std::int64
 template <class V, FloatFormat State, FloatFormat Grad, CopyFormat Copy>
 std::int64_t adamw(const AdamWFactors& factors, const AdamWPiece& given) {
   const AdamWPiece piece = given;
-  const AdamWFactors f = factors;  // a copy: no store can change it, so its numbers stay in registers
+  const AdamWFactors f = factors;  // a local copy: stores cannot alias it, so its numbers stay in registers
   std::int64_t bad_group = -1;
-  // The copy is only written: past the caches, or its old content would be read first.
+  // The copy is only written. Non-temporal stores avoid reading its old contents into the caches first.
   const bool stream = Copy != CopyFormat::kNone && reinterpret_cast<std::uintptr_t>(piece.copy) % 64 == 0;
   for (std::int64_t group = 0; group < piece.groups; ++group) {
     bool good = false;
@@ -191,7 +192,7 @@ inline Updated8<V> update8(const AdamWFactors& f, typename V::Floats grad, Updat
   return {V::fma(step, V::set(-f.step_size), V::mul(old.param, V::set(f.decay))), momentum, root};
 }
 
-// What a group's codes are made from.
+// A group after its step, before its codes are computed.
 template <class V>
 struct Uncoded8 {
   typename V::Two momentum, root;
@@ -200,7 +201,7 @@ struct Uncoded8 {
   bool good;
 };
 
-// One group with 8-bit moments, but for its codes. Not good if it is left as it was.
+// Updates one group with 8-bit moments, except for its codes. `out.good` is false if it is left unchanged.
 template <class V, FloatFormat Grad>
 inline void step_int8(const AdamWFactors& f, const AdamW8Piece& piece, std::int64_t group, Uncoded8<V>& out) {
   const std::int64_t i = group * kGroup;
@@ -213,12 +214,13 @@ inline void step_int8(const AdamWFactors& f, const AdamW8Piece& piece, std::int6
   const auto odd = update8<V>(f, grad.b, {param.b, momentum.b, root.b});
   const auto noise = V::noise(static_cast<std::uint64_t>(piece.first_group + group) * 4, f);
   const auto kept = V::round(even.param, odd.param, noise.param);
-  // Upper halves of the largest numbers. One in the last step below a power of two is raised to it, as noise may.
+  // Upper halves of the largest numbers. A number in the last step below a power of two counts as that power, because
+  // noise may round it up.
   const std::uint32_t largest = V::largest(even.momentum, odd.momentum, even.root, odd.root);
   out.momentum_exponent = at_least(((largest & 0xFFFFu) + (1u << (kMomentumShift - 16))) >> 7);
   out.root_exponent = at_least(((largest >> 16) + (1u << (kRootShift - 16))) >> 7);
-  // A gradient that is not finite makes the momentum so. The parameter alone may come from bf16, where noise hides no
-  // NaN.
+  // A gradient that is not finite makes the momentum not finite. Otherwise only the parameter can have a NaN, which
+  // comes from bf16, where noise cannot hide it.
   out.good = (scales[0] < kExponentLimit) & (scales[1] < kExponentLimit) & (out.momentum_exponent < kExponentLimit) &
              (out.root_exponent < kExponentLimit) & !V::any_packed_not_finite(kept, kept);
   out.momentum = {even.momentum, odd.momentum};
@@ -239,13 +241,13 @@ inline void encode_int8(const AdamW8Piece& piece, std::int64_t group, const Unco
   piece.scales[2 * group + 1] = static_cast<std::uint8_t>(from.root_exponent);
 }
 
-// A scale follows from all numbers of its group, so one group alone is a long chain of results that wait for one
-// another. Where registers suffice, a few are stepped, then coded: there is always something else to do (AVX-512 on Zen
+// A scale depends on all numbers of its group, so one group alone is a long chain of dependent instructions. Where
+// registers suffice, several groups are stepped before they are encoded, so that their chains overlap (AVX-512 on Zen
 // 4: 12 % faster; AVX2 would be 20 % slower).
 template <class V, FloatFormat Grad>
 std::int64_t adamw8(const AdamWFactors& factors, const AdamW8Piece& given) {
   const AdamW8Piece piece = given;
-  const AdamWFactors f = factors;  // a copy: no store can change it, so its numbers stay in registers
+  const AdamWFactors f = factors;  // a local copy: stores cannot alias it, so its numbers stay in registers
   std::int64_t bad_group = -1;
   Uncoded8<V> uncoded[V::kTogether];
   for (std::int64_t first = 0; first < piece.groups; first += V::kTogether) {
@@ -273,7 +275,7 @@ double unscale(const void* data, void* out, std::int64_t groups, float scale, bo
   for (std::int64_t i = 0; i < groups * kGroup; i += kGroup) {
     auto low = V::mul(load<V, In>(data, i), factor);
     auto high = V::mul(load<V, In>(data, i + 16), factor);
-    if constexpr (Out == FloatFormat::kFloat16) {  // the norm is that of what is kept
+    if constexpr (Out == FloatFormat::kFloat16) {  // the norm is of the rounded values that are stored
       low = V::widen_f16(V::to_f16(low));
       high = V::widen_f16(V::to_f16(high));
     } else if constexpr (Out == FloatFormat::kBFloat16) {

@@ -1,4 +1,4 @@
-// 16 lanes in plain C++: what every other instruction set must agree with, bit for bit.
+// 16 lanes in plain C++: the reference that every other instruction set must match bit for bit.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline float float_of(std::uint32_t bits) {
 inline float float_of_f16(std::uint16_t half) {
   const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
   const std::uint32_t rest = half & 0x7FFFu;
-  if (rest >= 0x7C00u) {  // infinite, or not a number: quiet
+  if (rest >= 0x7C00u) {  // infinite, or NaN, which becomes quiet
     return float_of(sign | 0x7F800000u | (rest & 0x3FFu) << 13 | (rest > 0x7C00u ? 0x400000u : 0u));
   }
   if (rest < 0x400u) {
@@ -35,7 +35,7 @@ inline float float_of_f16(std::uint16_t half) {
   return float_of(sign | ((rest << 13) + (112u << 23)));
 }
 
-// Nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline std::uint16_t f16_of(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = bits >> 16 & 0x8000u;
@@ -46,13 +46,13 @@ inline std::uint16_t f16_of(float value) {
   if (rest >= 0x47800000u) {  // 65536 and more
     return static_cast<std::uint16_t>(sign | 0x7C00u);
   }
-  if (rest < 0x38800000u) {  // subnormal: the sum's last bits are the result's, rounded by the addition
+  if (rest < 0x38800000u) {  // subnormal: the last bits of the sum are the result, rounded by the addition
     return static_cast<std::uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
   }
   return static_cast<std::uint16_t>(sign | ((rest - (112u << 23) + 0xFFFu + (rest >> 13 & 1u)) >> 13));
 }
 
-// Nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline std::uint16_t bf16_of(float value) {
   const std::uint32_t bits = bits_of(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
@@ -61,7 +61,7 @@ inline std::uint16_t bf16_of(float value) {
   return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
-// One AES block, as the instructions have it: byte 0 is the lowest.
+// One AES block in the byte order of the instructions: byte 0 is the lowest.
 struct Block {
   std::uint8_t byte[16];
 };
@@ -72,7 +72,8 @@ struct SBox {
   std::uint8_t of[256] = {};
 };
 
-// FIPS 197: the inverse in GF(2^8), then an affine map. 3 generates the field, and 0xF6 is its inverse.
+// The S-box of FIPS 197: the inverse in GF(2^8), then an affine map. 3 generates the multiplicative group, and 0xF6 is
+// its inverse.
 constexpr SBox make_s_box() {
   SBox box;
   std::uint8_t p = 1;
@@ -118,7 +119,7 @@ inline Block mixed(const Block& in) {
   return out;
 }
 
-// The block of the counter (number, step), and the same after one more round.
+// The random block of the counter (number, step), and the same block after one more AES round.
 struct TwoBlocks {
   Block block, next;
 };
@@ -156,7 +157,7 @@ struct Portable {
     Packed param, momentum, variance;
   };
   struct Codes {
-    std::uint8_t lane[32];  // of a group, one byte each
+    std::uint8_t lane[32];  // of a group, one byte per element
   };
 
   template <class Result, class Make>
@@ -214,7 +215,7 @@ struct Portable {
     }
     return bad;
   }
-  // Of bf16: the exponent is all ones.
+  // For bf16: tests whether any exponent is all ones.
   static bool any_packed_not_finite(const Packed& a, const Packed& b) {
     bool bad = false;
     for (int k = 0; k < 32; ++k) {
@@ -238,7 +239,7 @@ struct Portable {
     return out;
   }
   static void store_packed(std::uint16_t* p, const Packed& a, bool) { std::memcpy(p, a.lane, sizeof a.lane); }
-  // Even and odd elements, widened.
+  // Returns the even and the odd elements, widened.
   static Two split(const Packed& a) {
     const auto part = [&](int odd) {
       return each<Floats>([&](int k) { return float_of(static_cast<std::uint32_t>(a.lane[2 * k + odd]) << 16); });
@@ -281,7 +282,7 @@ struct Portable {
     return out;
   }
   static void store_codes(std::uint8_t* p, const Codes& a) { std::memcpy(p, a.lane, sizeof a.lane); }
-  // Even and odd elements, times 2 to the (biased) exponent.
+  // Returns the even and the odd elements, times 2 to the (biased) exponent.
   static Two decode_signed(const Codes& codes, std::uint32_t exponent) {
     const auto part = [&](int odd) {
       return each<Floats>([&](int k) {
@@ -299,7 +300,7 @@ struct Portable {
     };
     return {part(0), part(1)};
   }
-  // Upper 16 bits of the largest momentum without its sign, below those of the largest root.
+  // Returns the upper 16 bits of the largest root, and below them those of the largest momentum without its sign.
   static std::uint32_t largest(const Floats& m_even, const Floats& m_odd, const Floats& r_even, const Floats& r_odd) {
     std::uint32_t momentum = 0;
     std::uint32_t root = 0;
@@ -309,7 +310,7 @@ struct Portable {
     }
     return momentum >> 16 | (root & 0xFFFF0000u);
   }
-  // All numbers are below 2 to the (biased) exponent + 1, by at least the last step between codes.
+  // All numbers must be below 2 to the (biased) exponent + 1, by at least the last step between codes.
   static Codes encode_signed(const Two& values, std::uint32_t exponent, const Packed& noise) {
     Codes out;
     for (int i = 0; i < 32; ++i) {
@@ -319,7 +320,7 @@ struct Portable {
     }
     return out;
   }
-  // As a root of zero would make a step infinite, the smallest code is one.
+  // The smallest code is one, since a root of zero would make a step infinite.
   static Codes encode_unsigned(const Two& values, std::uint32_t exponent, const Packed& noise) {
     Codes out;
     for (int i = 0; i < 32; ++i) {
@@ -332,7 +333,7 @@ struct Portable {
 
   static Doubles zero_sums() { return {}; }
   static void add_squares(Doubles& sums, const Floats& low, const Floats& high) {
-    for (int k = 0; k < 16; ++k) {  // a product of two floats is exact in double: fused or not is the same
+    for (int k = 0; k < 16; ++k) {  // a product of two floats is exact in double, so fusing the sum changes nothing
       sums.lane[k] += static_cast<double>(low.lane[k]) * static_cast<double>(low.lane[k]);
       sums.lane[16 + k] += static_cast<double>(high.lane[k]) * static_cast<double>(high.lane[k]);
     }

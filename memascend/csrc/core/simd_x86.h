@@ -1,4 +1,4 @@
-// <immintrin.h> without the false "may be used uninitialized" of GCC's own headers (its bug 105593).
+// <immintrin.h> without the false warnings "may be used uninitialized" in GCC's own headers (GCC bug 105593).
 #pragma once
 
 #if defined(__x86_64__)

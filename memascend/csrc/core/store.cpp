@@ -111,7 +111,7 @@ void Store::share_claims() const {
   }
 }
 
-// Everything that the control holds, from the devices. With its lock, or alone.
+// Rebuilds the contents of the control from the devices. Needs its lock, or to be the only process.
 void Store::rebuild() {
   const std::optional<Superblock> block = read_superblock(*devices_[0]);
   if (!block || block->uuid != superblocks_[0].uuid) {
@@ -139,7 +139,7 @@ std::int64_t Store::half_offset(std::uint32_t half) const {
   return superblocks_[0].log_offset + static_cast<std::int64_t>(half) * superblocks_[0].log_bytes;
 }
 
-// committed_ and seen_ from the active half of the log, from its beginning.
+// Rebuilds committed_ and seen_ by replaying the active half of the log from its beginning.
 void Store::load_log() {
   const Superblock& block = superblocks_[0];
   SectorBuffer log(block.log_bytes);
@@ -156,7 +156,7 @@ void Store::load_log() {
   }
 }
 
-// Applies the consecutive batches from `from` on; returns where they end.
+// Applies the consecutive batches from `from` on. Returns the offset of their end.
 std::uint64_t Store::replay(const char* log, std::int64_t bytes, std::uint64_t from) {
   auto at = static_cast<std::int64_t>(from);
   while (at + kSectorBytes <= bytes) {
@@ -173,8 +173,8 @@ std::uint64_t Store::replay(const char* log, std::int64_t bytes, std::uint64_t f
   return static_cast<std::uint64_t>(at);
 }
 
-// A batch is written after the one before it is on the device. So a whole one behind the end is no torn write: the
-// device has lost something that it had promised to keep.
+// Throws if there is a complete batch after the end of the log. A batch is only written once the one before it is on
+// the device, so this is not an interrupted write: the device has lost data that it had confirmed.
 void Store::refuse_hidden_batches(const char* log, std::int64_t bytes, std::uint64_t from) const {
   for (auto at = static_cast<std::int64_t>(from); at + kSectorBytes <= bytes; at += kSectorBytes) {
     const auto header = batch_at(log + at, bytes - at, superblocks_[0]);
@@ -218,7 +218,7 @@ void Store::apply_payload(const char* data, std::size_t bytes, std::int64_t offs
   }
 }
 
-// What other processes have committed. With the control's lock.
+// Applies what other processes have committed. Needs the control's lock.
 void Store::catch_up() {
   const Control::LogState now = control_->log();
   if (now.sequence == seen_.sequence && now.epoch == seen_.epoch) {

@@ -1,13 +1,14 @@
-// Tensors by name on a set of devices: where each lies, and which of its versions is whole.
+// The index of tensors by name on a set of devices: the location of each, and its last complete version.
 //
-// A write goes to fresh space. `install` makes the new version visible in this process; `commit` flushes the data,
-// then appends one checksummed batch of index records and flushes that, and only then gives the old space back. So
-// whatever a crash leaves, a reader finds the last committed version of each tensor, and all changes of one commit or
-// none. On each device the first two sectors are superblocks of 512 bytes, written alternately, the higher generation
-// counting; the first device also holds the log in two halves: when one is full, the live records move to the other
-// as one batch, and a superblock switches over.
+// A write goes to fresh space. `install` makes the new version visible in this process. `commit` flushes the data,
+// then appends one checksummed batch of index records and flushes that, and only then frees the old space. Therefore a
+// reader after a crash finds the last committed version of each tensor, and either all changes of a commit or none.
 //
-// Several processes may use one store: they see each other's commits, and share the space (control.h).
+// The first two sectors of each device have one superblock of 512 bytes each. They are written alternately, and the
+// one with the higher generation is valid. The first device also has the log, in two halves: when one is full, the
+// live records are written to the other as one batch, and a new superblock switches over to it.
+//
+// Several processes may use one store: they see each other's commits and share the space (control.h).
 #pragma once
 
 #include <array>
@@ -30,7 +31,7 @@ constexpr std::size_t kMaxKeyBytes = 4096;
 
 struct TensorRecord {
   std::int64_t bytes = 0;
-  std::string dtype;  // as the caller names it
+  std::string dtype;  // the caller's name for it
   std::vector<std::int64_t> shape;
   std::optional<std::uint32_t> checksum;  // CRC-32C of the data
   std::uint64_t generation = 0;           // grows with every write in the store
@@ -39,11 +40,11 @@ struct TensorRecord {
 using RecordPointer = std::shared_ptr<const TensorRecord>;
 
 struct FormatOptions {
-  std::string owner;                      // of run or model; opening asks for the same
-  std::vector<std::uint32_t> weights;     // a device's share of a striped tensor; empty: all alike
+  std::string owner;                      // name of a run or model; opening the store requires the same
+  std::vector<std::uint32_t> weights;     // each device's share of a striped tensor; empty: equal shares
   std::int64_t chunk_bytes = 64 * 1024;   // unit of space
-  std::int64_t log_bytes = 0;             // each half; 0: chosen from the size
-  std::int64_t scratch_pid = 0;           // of the process whose scratch file it is; 0: a store that is to be kept
+  std::int64_t log_bytes = 0;             // of each half; 0: derived from the size of the device
+  std::int64_t scratch_pid = 0;           // process whose scratch file this is; 0 for a permanent store
 };
 
 struct Superblock {
@@ -64,28 +65,29 @@ struct Superblock {
   std::int64_t scratch_pid = 0;
 };
 
-// What `device` says about itself: the valid superblock with the highest generation, or none.
+// Returns the valid superblock with the highest generation, or nothing. Throws Error for another format version.
 [[nodiscard]] std::optional<Superblock> read_superblock(const Device& device);
 [[nodiscard]] std::string uuid_text(const std::array<std::uint8_t, 16>& uuid);
 
-// Writes superblocks and an empty log. Asks nothing: whether the devices may be overwritten is the caller's business.
+// Writes superblocks and an empty log. Throws Error if a device is in use, but does not check otherwise whether it may
+// be overwritten; that is up to the caller.
 void format_store(const std::vector<std::string>& paths, const FormatOptions& options,
                   IoSyscalls& calls = kernel_syscalls());
-// Unmakes them. Refused (Error) while a process uses the store.
+// Erases the superblocks. Throws Error if there is no store, or while a process uses it.
 void destroy_store(const std::vector<std::string>& paths, IoSyscalls& calls = kernel_syscalls());
 
 struct StoreOptions {
   std::string owner;
   std::string control_folder = "/dev/shm";
   std::int64_t stripe_bytes = 1 << 20;  // smaller tensors stay on one device
-  bool any_owner = false;               // tools that only look
+  bool any_owner = false;               // for tools that only inspect a store
   bool require_direct = false;          // refuse a file system that refuses O_DIRECT
 };
 
 struct StoreSpace {
   std::int64_t data_bytes = 0;
   std::int64_t free_bytes = 0;
-  std::int64_t reserved_bytes = 0;  // of writes not committed, of all processes
+  std::int64_t reserved_bytes = 0;  // for writes that are not committed, of all processes
   std::int64_t log_bytes = 0;
   std::int64_t log_used_bytes = 0;
   int processes = 0;
@@ -93,42 +95,46 @@ struct StoreSpace {
 
 class Store {
  public:
-  // Throws StorageFailure or Error: a device is missing, foreign, damaged or in use.
+  // Throws StorageFailure or Error if a device is missing, damaged or in use, or belongs to another store or owner.
   Store(const std::vector<std::string>& paths, StoreOptions options, IoSyscalls& calls = kernel_syscalls());
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
   ~Store() = default;
 
-  // Throws StorageFailure (ENOSPC) naming the bytes asked and free.
+  // Throws StorageFailure (ENOSPC), which names the requested and the free bytes.
   [[nodiscard]] Reservation reserve(std::int64_t bytes);
-  // The same in place of `old`, whose space it may take. Throws StorageFailure (ENOSPC): `old` is then as it was.
+  // Replaces `old` by a new reservation, which may use its space. Throws StorageFailure (ENOSPC) and then leaves
+  // `old` unchanged.
   [[nodiscard]] Reservation exchange(const Reservation& old, std::int64_t bytes);
   void release(const Reservation& reservation);
 
   [[nodiscard]] std::uint64_t next_generation() { return control_->next_generation(); }
-  // The data of `record` is on the devices: this process now reads it. False: a later write came first, or the
-  // tensor has been erased since; the space is free again.
+  // Makes a record visible in this process, after its data has been written. Returns false, and frees the space, if
+  // a later write was installed first or the tensor has been erased since.
   bool install(const std::string& key, TensorRecord record, const Reservation& reservation);
-  // False: there is none.
+  // Returns false if there is no such tensor.
   bool erase(const std::string& key);
 
   [[nodiscard]] RecordPointer find(const std::string& key);
   [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
 
-  // All changes of this process become durable and visible to others: all of them or, after a crash, none.
-  // Returns how many there were. After a failed write or flush the store refuses further changes: reopen and verify.
-  // Then the changes are not there, unless the device has kept them and refused to have them taken back.
+  // Makes all changes of this process durable and visible to others: all of them or, after a crash, none. Returns
+  // their number. After a failed write or flush the store refuses further changes: reopen and verify it. The changes
+  // are then absent, unless the device has stored them and writing over them failed as well.
   std::int64_t commit();
   [[nodiscard]] std::int64_t uncommitted();
 
-  // The file behind a store of one file gets longer, to hold `data_bytes` of tensors; its new space is allocated, or
-  // left to the first write. Throws Error for another store, or while other processes use it; StorageFailure (ENOSPC).
+  // Makes the file of a store of one file longer, for `data_bytes` of tensors. The new space is allocated now
+  // (`allocate`) or with the first write. Throws Error for any other store, or while other processes use it, and
+  // StorageFailure (ENOSPC).
   void grow(std::int64_t data_bytes, bool allocate);
 
-  // Rewrites the log with live records only and frees what dead processes had reserved; returns their number.
+  // Rewrites the log with live records only, and frees the reservations of dead processes. Returns the number of
+  // these reservations.
   int collect();
 
-  // Reads the data of a record. Empty if it is whole, else what is wrong; nothing to compare counts as whole.
+  // Reads the data of a record. Returns what is wrong, or an empty string if the data is intact; a record without a
+  // checksum counts as intact if it can be read.
   [[nodiscard]] std::string verify(const TensorRecord& record);
 
   [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const noexcept { return devices_; }
@@ -174,15 +180,15 @@ class Store {
   std::vector<Superblock> superblocks_;
   std::unique_ptr<Control> control_;
 
-  std::mutex commit_mutex_;   // one commit at a time; before the control's lock, which comes before mutex_
-  std::mutex control_mutex_;  // threads of this process queue here, processes at the control's lock
-  mutable std::mutex mutex_;  // the maps
+  std::mutex commit_mutex_;   // one commit at a time; taken before the control's lock, and that before mutex_
+  std::mutex control_mutex_;  // serializes the threads of this process; the control's lock serializes processes
+  mutable std::mutex mutex_;  // guards the maps
   std::map<std::string, RecordPointer> committed_;
   Changes committing_;
   Changes pending_;
   std::map<std::string, std::uint64_t> newest_;  // generation of the last write or erasure that this process began
   bool damaged_ = false;
-  Control::LogState seen_;  // how far committed_ follows the log
+  Control::LogState seen_;  // state of the log up to which committed_ is current
   std::atomic<std::uint64_t> seen_sequence_{0};
 };
 

@@ -1,4 +1,4 @@
-// How changes of a store become durable: batches at the end of the log, and its other half when one is full.
+// Making changes of a store durable: batches at the end of the log, and switching to its other half when one is full.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -35,7 +35,7 @@ SectorBuffer Store::frame(const std::string& payload, std::uint64_t count, std::
   return out;
 }
 
-// At the end of the log, or by moving to its other half if there is no room. With the control's lock.
+// Writes a batch at the end of the log, or moves to its other half if the batch does not fit. Needs the control's lock.
 void Store::write_batch(const Changes& changes) {
   Control::LogState state = control_->log();
   const SectorBuffer batch = frame(encode(changes), changes.size(), state.epoch, state.sequence + 1);
@@ -56,8 +56,8 @@ void Store::write_batch(const Changes& changes) {
   control_->set_log(state);
 }
 
-// The caller is told that its changes are not kept: whoever opens the store next must not find them all the same. Where
-// this fails too, it may; `commit` says so.
+// Overwrites a batch or superblock whose write or flush failed. `commit` reports to its caller that the changes are not
+// kept, so a process that opens the store later should not find them. If this fails too, it may (see `commit`).
 void Store::unwrite(std::int64_t offset) const noexcept {
   try {
     const SectorBuffer zeros(kSectorBytes);
@@ -107,7 +107,7 @@ void Store::compact(const Changes& changes) {
       {block.epoch, block.first_sequence, static_cast<std::uint64_t>(batch.bytes()), block.generation, block.half});
 }
 
-// The batch is on the device: the maps follow, old space is free. With the control's lock.
+// Updates the maps and frees old space, after the batch is on the device. Needs the control's lock.
 void Store::apply(Changes& changes) {
   std::lock_guard<std::mutex> guard(mutex_);
   for (auto& [key, change] : changes) {
@@ -140,7 +140,7 @@ std::int64_t Store::commit() {
   bool on_device = false;
   try {
     require_sound();
-    on_device = true;  // from here on a failure leaves it open what the devices keep
+    on_device = true;  // if a flush fails, it is unknown which data the devices have kept
     for (const auto& device : devices_) {
       device->flush();
     }

@@ -1,4 +1,4 @@
-// For the sources of the store alone: superblocks, the log's batches, and the lock.
+// Superblocks, the log's batches, and the lock. Only for the sources of the store.
 #pragma once
 
 #include <array>
@@ -27,9 +27,9 @@ struct BatchHeader {
 };
 static_assert(sizeof(BatchHeader) == 64);
 constexpr std::uint32_t kBatchMagic = 0x424d454d;
-constexpr std::size_t kUnchecked = 8;  // magic and checksum
+constexpr std::size_t kUnchecked = 8;  // bytes of magic and checksum, which the checksum does not cover
 
-// Reads what the writers of records wrote; never past the end, whatever the bytes say.
+// Reads serialized records; never reads past the end, whatever the bytes contain.
 class Reader {
  public:
   Reader(const char* data, std::size_t bytes) : at_(data), left_(bytes) {}
@@ -63,13 +63,14 @@ class Reader {
 };
 
 void put_record(std::string& out, const std::string& key, const TensorRecord* record);
-// The record's key, and the record, null for an erasure.
+// Returns the key and the record, which is null for an erasure.
 [[nodiscard]] std::pair<std::string, RecordPointer> get_record(Reader& reader);
-// A whole batch at `data`, of which `left` bytes are there.
+// Returns the header of the batch at `data`, where `left` bytes are available, if the batch is complete and its
+// checksum is right.
 [[nodiscard]] std::optional<BatchHeader> batch_at(const char* data, std::int64_t left, const Superblock& block);
 [[nodiscard]] std::int64_t batch_bytes(std::uint64_t payload);
 
-// Holds the control's lock; makes the control anew if its last holder died with it.
+// Holds the control's lock while in scope. Rebuilds the control if the last holder died with the lock.
 class Store::ControlLock {
  public:
   explicit ControlLock(Store& store) : guard_(store.control_mutex_), store_(store) {

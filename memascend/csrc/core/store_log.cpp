@@ -1,4 +1,4 @@
-// Records and batches of a store's log, as bytes.
+// Serialization of the records and batches of a store's log.
 #include <cstring>
 #include <utility>
 

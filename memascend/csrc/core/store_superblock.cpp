@@ -1,4 +1,4 @@
-// Superblocks: reading and writing them, and making and unmaking stores.
+// Superblocks: reading and writing them, and formatting and destroying stores.
 #include <sys/random.h>
 
 #include <algorithm>
@@ -13,10 +13,10 @@ namespace {
 
 constexpr std::array<char, 8> kSuperMagic{'M', 'E', 'M', 'A', 'S', 'C', 'N', 'D'};
 constexpr std::uint32_t kFormatVersion = 1;
-constexpr std::int64_t kLogOffset = 1 << 20;  // behind it: superblocks, and nothing that a partitioner would write
+constexpr std::int64_t kLogOffset = 1 << 20;  // after the superblocks, and after what a partitioner would write
 constexpr std::size_t kOwnerBytes = 256;
 
-// On the device, little endian, within one 512-byte sector: written whole or not at all.
+// Layout on the device, little endian. It fits one 512-byte sector, so that it is written completely or not at all.
 struct RawSuperblock {
   std::array<char, 8> magic;
   std::uint32_t version;
@@ -172,7 +172,7 @@ void format_store(const std::vector<std::string>& paths, const FormatOptions& op
                            "too small for a store: use a larger device or a smaller log");
     }
   }
-  // The first device last: its superblock makes the set whole.
+  // The first device is written last: its superblock completes the set.
   for (std::uint32_t member = block.members; member-- > 0;) {
     const Device& device = *devices[member];
     block.member = member;

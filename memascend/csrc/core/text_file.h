@@ -1,5 +1,5 @@
-// Small files of /proc and /sys, read without iostreams: in an extension that a toolchain had linked libstdc++ into,
-// beside torch's own copy of it, operator>> ended in a segmentation fault (GCC 13, torch 2.11 for CUDA 13).
+// Reads small files of /proc and /sys without iostreams: in an extension that a toolchain had linked statically with
+// libstdc++, in addition to torch's own copy, operator>> caused a segmentation fault (GCC 13, torch 2.11 for CUDA 13).
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@
 
 namespace memascend {
 
-// All of it; empty where it cannot be read.
+// Returns the contents of a file, or an empty string if it cannot be read.
 std::string text_of(const std::string& path);
 
-// Numbers with spaces between them, as in 10 21 21; up to what is none.
+// Parses numbers separated by spaces, such as "10 21 21", up to the first text that is not a number.
 std::vector<int> numbers_of(const std::string& text);
 
-// The kernel's lists, as in 0-3,8; up to what is none.
+// Parses a list in the kernel's format, such as "0-3,8", up to the first text that is not a number.
 std::vector<int> listed(const std::string& text);
 
 }  // namespace memascend

@@ -15,7 +15,7 @@
 namespace memascend {
 namespace {
 
-// A helper looks this often for the next job before it sleeps: some 20 us, what a wake-up by the kernel costs.
+// A helper polls this many times for the next job before it sleeps: about 20 us, the cost of a wake-up by the kernel.
 constexpr int kSpins = 1500;
 
 void relax() {
@@ -26,16 +26,17 @@ void relax() {
 #endif
 }
 
-// Chunks of one thread's share, claimed from the front: by the thread, and by those that are done with theirs.
+// One thread's share of the chunks. They are claimed from the front, by that thread and by others that have finished
+// their own share.
 struct alignas(64) Share {
   std::atomic<std::int64_t> next{0};
   std::int64_t end = 0;
-  const CpuNode* node = nullptr;  // that its data are near to, where there is a plan
-  bool owned = false;             // a thread began with it
+  const CpuNode* node = nullptr;  // the node of its data, if there is a plan
+  bool owned = false;             // a thread has begun with it
 };
 
-// Every thread streams through a share of its own: two that read side by side in one get a fifth less bandwidth
-// (measured on 120 MB).
+// Every thread streams through its own share: two threads that alternate chunks of one share get a fifth less
+// bandwidth (measured on 120 MB).
 class Job {
  public:
   Job(const std::function<bool(std::int64_t)>& body, std::int64_t chunks, int threads)
@@ -43,7 +44,7 @@ class Job {
     divide(0, 0, chunks, threads, nullptr);
   }
 
-  // A node that has chunks and no thread is one share that the others take from.
+  // A node that has chunks but no thread becomes one share, which the threads of other nodes take from.
   Job(const std::function<bool(std::int64_t)>& body, const NumaPlan& plan)
       : body_(body), order_(plan.order.data()), shares_(count_shares(plan)) {
     std::size_t first = 0;
@@ -67,11 +68,11 @@ class Job {
     }
     const std::size_t own = take_share();
     if (own == shares_.size()) {
-      return;  // more threads than were planned
+      return;  // there are more threads than planned
     }
     const CpuNode* node = shares_[own].node;
     const OnNode stays(*node);
-    const bool arrived = runs_on(*node);  // not where the thread's own affinity forbids it
+    const bool arrived = runs_on(*node);  // false if the thread's own affinity forbids it
     std::int64_t near = 0;
     std::int64_t far = 0;
     for (const bool at_home : {true, false}) {
@@ -103,7 +104,8 @@ class Job {
     }
   }
 
-  // One that nobody has begun with: of the node that the thread is on if there is one. All shares for none.
+  // Returns the index of a share that no thread has begun with, preferably of the node that this thread runs on; the
+  // number of shares if there is none.
   std::size_t take_share() {
     std::lock_guard<std::mutex> guard(taking_);
     std::size_t found = shares_.size();
@@ -121,7 +123,7 @@ class Job {
     return found;
   }
 
-  // How many chunks of it were run.
+  // Returns the number of chunks of this share that the thread has run.
   std::int64_t work_on(Share& share) {
     std::int64_t run = 0;
     while (!stopped_.load(std::memory_order_relaxed)) {
@@ -138,7 +140,7 @@ class Job {
   }
 
   const std::function<bool(std::int64_t)>& body_;
-  const std::int64_t* order_ = nullptr;  // chunks as the shares count them, where there is a plan
+  const std::int64_t* order_ = nullptr;  // chunks in the order of the shares, if there is a plan
   std::vector<Share> shares_;
   std::mutex taking_;
   std::atomic<std::size_t> joined_{0};
@@ -147,7 +149,7 @@ class Job {
 
 class Pool {
  public:
-  // False if the pool is in use: then nothing was run.
+  // Returns false, without having run anything, if the pool is in use.
   bool run(Job& job, int helpers) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn.owns_lock()) {
@@ -163,13 +165,13 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;  // from here on nobody joins
+    job_ = nullptr;  // from here on no helper joins
     idle_.wait(lock, [&] { return active_ == 0; });
     return true;
   }
 
  private:
-  // Detached: they sleep until the process ends, and nobody could join them then.
+  // Helpers are detached: they sleep until the process ends, when nothing could join them.
   void start_helpers(int wanted) {
     for (; started_ < wanted; ++started_) {
       std::thread([this] { help(); }).detach();
@@ -199,18 +201,18 @@ class Pool {
     }
   }
 
-  std::mutex turn_;  // held by the caller whose job runs
+  std::mutex turn_;  // locked by the caller whose job runs
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable idle_;
   std::atomic<std::uint64_t> posted_{0};  // changed under mutex_; read without it while spinning
   Job* job_ = nullptr;
-  int places_ = 0;  // helpers that the job still takes
+  int places_ = 0;  // number of helpers that may still join the job
   int active_ = 0;
   int started_ = 0;
 };
 
-// Never destroyed, since its helpers never end; replaced in a forked child, where they do not exist.
+// Never destroyed, since its helpers never end; replaced in a forked child, which does not have them.
 std::atomic<Pool*> current{nullptr};
 
 Pool& pool() {
@@ -223,9 +225,9 @@ Pool& pool() {
   return *current;
 }
 
-// Where this is compiled with OpenMP, torch's workers are ours too (one libgomp in the process): beside helpers of our
-// own they would spin on the cores that those wait for, which was measured to halve the bandwidth. A forked child has
-// none of them, and libgomp would wait for them for ever.
+// If this is compiled with OpenMP, torch's workers are used (there is one libgomp in the process). With helpers of our
+// own, torch's workers would spin on the cores that the helpers need, which was measured to halve the bandwidth. A
+// forked child has none of these workers, and libgomp would wait for them forever.
 bool openmp_is_usable() {
 #if defined(_OPENMP)
   static std::atomic<bool> forked{false};

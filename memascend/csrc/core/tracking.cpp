@@ -15,7 +15,8 @@
 namespace memascend {
 namespace {
 
-// 4 million events are some 230 MB: a log that nobody drains must not become the memory that it measures.
+// 4 million events are about 230 MB. The limit keeps a log that is never drained from dominating the memory that it is
+// to measure.
 constexpr std::size_t kMaxEvents = std::size_t{1} << 22;
 
 void* map_shared(std::size_t bytes) {

@@ -1,8 +1,8 @@
-// A heap that keeps an account of its large blocks and can serve the device's role from memory of its own kind.
+// A heap that records its large blocks and can serve the device's role from a separate kind of memory.
 //
-// On a machine without a GPU the tensors that a GPU would hold live in host memory too. While the role is "device",
-// large blocks come from shared anonymous mappings, which the kernel counts apart (RssShmem) from everything that
-// plays the host's role (RssAnon): so the two can be told apart in a real run without trusting our own account.
+// On a machine without a GPU, the tensors that a GPU would store are in host memory too. While the role is "device",
+// large blocks come from shared anonymous mappings, which the kernel counts (RssShmem) separately from everything in
+// the host's role (RssAnon). The two can therefore be distinguished in a real run without relying on our own records.
 #pragma once
 
 #include <array>
@@ -17,7 +17,8 @@ namespace memascend {
 
 enum class Role : std::uint8_t { kHost = 0, kDevice = 1 };
 
-// Blocks from this size on are booked; smaller ones (many, short-lived, a fraction of a per cent of the bytes) are not.
+// Blocks of at least this size are recorded; smaller ones (many, short-lived, a fraction of a per cent of the bytes)
+// are not.
 inline constexpr std::size_t kTrackedFromBytes = 32 * 1024;
 // Stock PyTorch aligns CPU tensors to 64 bytes (c10/core/alignment.h); kernels may rely on it.
 inline constexpr std::size_t kTensorAlignment = 64;
@@ -42,22 +43,22 @@ struct TrackingTotals {
   std::int64_t dropped_events = 0;
 };
 
-// Freed device blocks that wait for the next one of their size, as in a GPU's caching allocator: a layer asks for the
-// sizes of the layer before it, and to the kernel each mapping is a third of a training step's work. None are kept in
-// the host's role, so what is resident then is what the account says.
+// Most bytes of freed device blocks that are kept for the next allocations of the same size, as in a GPU's caching
+// allocator. A layer asks for the same sizes as the layer before it, and mapping every block anew makes up a third of a
+// training step's work. In the host's role none are kept, so that the resident memory then equals the recorded bytes.
 inline constexpr std::size_t kReusableBytes = std::size_t{32} << 20;
 
-// Thread-safe. A device block is resident as a whole from its birth, as on a GPU.
+// Thread-safe. A device block is completely resident from its allocation on, as on a GPU.
 class TrackingHeap {
  public:
   static TrackingHeap& instance();  // never destroyed: tensors may outlive static destruction
 
-  // At least `bytes` bytes, 64-aligned, uninitialised; nullptr for zero. Throws Error(kOutOfMemory).
+  // Returns at least `bytes` bytes, aligned to 64 and uninitialised; nullptr for zero. Throws Error(kOutOfMemory).
   [[nodiscard]] void* allocate(std::size_t bytes);
-  // Frees what `allocate` returned, whatever the role is by now.
+  // Frees a block of `allocate`, whatever the role is now.
   void deallocate(void* pointer) noexcept;
 
-  // Whether further allocations and frees are logged for `drain_events`; totals are kept either way.
+  // Turns logging of further allocations and frees for `drain_events` on or off; totals are counted in either case.
   void set_logging(bool on) noexcept { logging_.store(on, std::memory_order_relaxed); }
 
   void set_role(Role role) noexcept;
@@ -80,7 +81,8 @@ class TrackingHeap {
 
   std::atomic<Role> role_{Role::kHost};
   std::atomic<bool> logging_{true};
-  // How many booked blocks hash to each bucket: freeing a small block reads one counter instead of taking the lock.
+  // Number of recorded blocks in each hash bucket: freeing a small block usually reads one counter instead of taking
+  // the lock.
   std::array<std::atomic<std::uint32_t>, 4096> booked_{};
   mutable std::mutex mutex_;
   std::unordered_map<std::uintptr_t, TrackedBlock> blocks_;

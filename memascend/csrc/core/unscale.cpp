@@ -13,7 +13,8 @@
 namespace memascend {
 namespace {
 
-// Fixed, since the order of the sum follows from it. 128 or 256 KiB: enough to stream, little to wait for at the end.
+// Fixed, since the order of the sum follows from it. 128 or 256 KiB: large enough to stream, and small enough that
+// threads wait little for each other at the end.
 constexpr std::int64_t kChunk = 2048 * kGroup;
 
 void check(const void* data, FloatFormat format, const void* out, FloatFormat out_format, std::int64_t count,

@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
-// Kernel newer than the header: numbers are stable.
+// The running kernel may be newer than the header; these numbers are stable.
 constexpr unsigned kCoopTaskrun = 1u << 8;
 constexpr unsigned kTaskrunFlag = 1u << 9;
 constexpr unsigned kSqTaskrun = 1u << 2;  // of the ring's flags
@@ -158,7 +158,7 @@ class Uring final : public AioBackend {
 
   void setup(unsigned entries) {
     io_uring_params params{};
-    // From the best to what every kernel with io_uring takes.
+    // From the best flags to none, which every kernel with io_uring accepts.
     for (const unsigned flags : {kSingleIssuer | kDeferTaskrun | kTaskrunFlag,
                                  kSingleIssuer | kCoopTaskrun | kTaskrunFlag, kCoopTaskrun | kTaskrunFlag, 0u}) {
       params = {};
@@ -235,13 +235,14 @@ class Uring final : public AioBackend {
   [[nodiscard]] unsigned queued() const {
     return *sq_tail_ - std::atomic_ref<std::uint32_t>(*sq_head_).load(std::memory_order_acquire);
   }
-  // Completions that it delivers only when it is entered: the queue was full, or the work was left to this thread.
+  // Whether the kernel has completions that it only delivers when entered: the queue was full, or their task work was
+  // deferred to this thread.
   [[nodiscard]] bool kernel_has_more() const {
     const std::uint32_t flags = std::atomic_ref<std::uint32_t>(*sq_flags_).load(std::memory_order_relaxed);
     return (flags & (IORING_SQ_CQ_OVERFLOW | kSqTaskrun)) != 0;
   }
 
-  // The kernel has not looked at these: they can be taken back.
+  // Fails the queued commands. The kernel has not looked at them yet, so they can be taken back.
   void fail_queued(int error) {
     const std::uint32_t head = std::atomic_ref<std::uint32_t>(*sq_head_).load(std::memory_order_acquire);
     for (std::uint32_t at = head; at != *sq_tail_; ++at) {

@@ -20,7 +20,7 @@ Place::~Place() {
   }
   try {
     store_->release(reservation_);
-  } catch (const std::exception&) {  // in a forked child, where the locks are the parent's; or the store is broken
+  } catch (const std::exception&) {  // in a forked child, whose locks belong to the parent, or if the store is broken
   }
 }
 

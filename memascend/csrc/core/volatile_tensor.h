@@ -1,4 +1,4 @@
-// A tensor that nothing needs to survive: its place on the devices of a store, known in memory alone.
+// A tensor that does not have to survive its engine: its space on the devices of a store is recorded only in memory.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@
 
 namespace memascend {
 
-// Space on a store, released with its last user. Nothing of it enters the index: to the store it is a write
-// that is never committed, so that the space of a killed process is free again as well.
+// Space on a store, released by the destructor. It is not in the index: for the store it is a write that is never
+// committed, so the space of a killed process becomes free again as well.
 class Place {
  public:
   // Throws StorageFailure (ENOSPC).
   Place(std::shared_ptr<Store> store, std::int64_t bytes);
-  // In place of `old`, whose space it may take, and which then has none. Throws StorageFailure (ENOSPC): `old` is as it
-  // was.
+  // Replaces `old`, whose space it may take and which then has none. Throws StorageFailure (ENOSPC) and then leaves
+  // `old` unchanged.
   Place(Place& old, std::int64_t bytes);
   ~Place();
   Place(const Place&) = delete;
@@ -29,12 +29,13 @@ class Place {
   Reservation reservation_;
 };
 
-// First come, first served: any number of reads at once, a write alone. Not thread-safe.
+// Orders the requests on one key first come, first served: reads may run concurrently, a write only alone. Not
+// thread-safe.
 class KeyQueue {
  public:
-  // True: the request may start now. False: the `leave` of another will name it.
+  // Returns true if the request may start now; otherwise the `leave` of another request will return it.
   [[nodiscard]] bool join(std::uint64_t request, bool write);
-  // The request has ended, or been cancelled before it started. Returns those that may start now.
+  // Removes a request that has ended or was cancelled before it started. Returns the requests that may start now.
   [[nodiscard]] std::vector<std::uint64_t> leave(std::uint64_t request);
 
  private:
@@ -43,14 +44,15 @@ class KeyQueue {
     bool write;
     bool started;
   };
-  std::deque<Entry> queue_;  // in the order of arrival, with those that have started
+  std::deque<Entry> queue_;  // in the order of arrival, including those that have started
 };
 
-// Overwritten in place. Guarded by the engine's mutex, but for `place`; each request on it holds a reference.
+// A tensor that is overwritten in place. Guarded by the engine's mutex, except for `place`; each request on it has a
+// reference.
 struct VolatileTensor {
-  // `record` says bytes, dtype and shape. Throws StorageFailure (ENOSPC).
+  // `record` gives bytes, dtype and shape. Throws StorageFailure (ENOSPC).
   VolatileTensor(std::shared_ptr<Store> store, const TensorRecord& record);
-  // Instead of `old`, which nobody uses. Throws StorageFailure (ENOSPC): `old` is as it was.
+  // Replaces `old`, which must be unused. Throws StorageFailure (ENOSPC) and then leaves `old` unchanged.
   VolatileTensor(VolatileTensor& old, const TensorRecord& record);
   Place place;
   TensorRecord record;  // bytes and extents never change
