@@ -1,4 +1,4 @@
-# From a fresh machine (Debian/Ubuntu, Python 3.11 to 3.13, a C++ compiler) to figures or tests in one command.
+# Goes from a fresh machine (Debian/Ubuntu, Python 3.11 to 3.13, a C++ compiler) to figures or tests in one command.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,8 +9,8 @@ CORES ?= all
 PROFILE ?=
 PYTEST ?=
 GPU ?=
-# One process more than there are cores, since many tests wait for a drive or for another process; more than four would
-# wait for the longest file of tests.
+# Test processes: one more than there are cores, since many tests wait for a drive or for another process, and at most
+# four, since the longest test file limits more.
 WORKERS ?= -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 ifdef CUDA
 CONSTRAINTS ?= constraints-cuda.txt
@@ -74,7 +74,7 @@ chaos: setup ## seeded faults on everything that trains, and the page of what be
 	@$(IN_VENV) nice -n 10 python -m tests.chaos $(CHAOS) --out results/chaos/$${MEMASCEND_HOST:-local}.json
 	@$(IN_VENV) python -m tests.chaos.page
 
-# `make test` runs them beside the tests in Python, which leave a sixth of the cores' time idle.
+# `make test` runs them in parallel with the Python tests, which leave a sixth of the cores' time idle.
 native-tests: setup ## the C++ core without Python, under AddressSanitizer and ThreadSanitizer
 	@nice -n 19 $(MAKE) -s $(if $(findstring jobserver,$(MAKEFLAGS)),,-j $$(nproc)) -C tests/native
 
@@ -97,7 +97,7 @@ tidy: $(TIDY_ENV)/.made ## clang-tidy on the C++ core, with the checks of .clang
 	@cd memascend/csrc/core && printf '%s\n' *.cpp | \
 	  xargs -P $$(nproc) -I FILE $(CURDIR)/$(TIDY_ENV)/bin/clang-tidy --quiet FILE -- -std=c++20 -I.. -fopenmp
 
-# Not in the extra lint: it takes 150 MB.
+# clang-tidy has its own environment and is not in the extra `lint`, because it takes 150 MB.
 $(TIDY_ENV)/.made: | setup
 	@$(VENV)/bin/python -m venv $(TIDY_ENV)
 	@$(TIDY_ENV)/bin/pip install --quiet --disable-pip-version-check clang-tidy==$(CLANG_TIDY)

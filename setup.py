@@ -1,7 +1,7 @@
-"""Builds the native extension `memascend._C` ahead of time. Metadata and dependencies are in pyproject.toml.
+"""Build the native extension `memascend._C` ahead of time. Metadata and dependencies are in pyproject.toml.
 
-No CUDA toolkit is needed: the driver is reached through `torch.cuda.cudart()`. The instruction set is the compiler's
-baseline; functions that use AVX2 or AVX-512 carry a target attribute and are chosen at run time, so that one binary
+No CUDA toolkit is needed: the driver is called through `torch.cuda.cudart()`. The instruction set is the compiler's
+baseline; functions that use AVX2 or AVX-512 have a target attribute and are selected at run time, so that one binary
 runs on every x86-64 machine.
 """
 
@@ -18,8 +18,8 @@ extension = CppExtension(
     sources=sorted(glob("memascend/csrc/*/*.cpp")),
     depends=sorted(glob("memascend/csrc/*/*.h")),
     include_dirs=[os.path.abspath("memascend/csrc")],
-    # Without contraction a*b+c is what it says, so that every instruction set gives the same bits.
-    # Its symbols are hidden, as those of pybind11 are: nothing is called from outside but the module itself.
+    # Contraction is off, so that a*b+c is rounded twice and every instruction set gives the same bits. Symbols are
+    # hidden, like those of pybind11: only the module's entry point is called from outside.
     extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"],
     extra_link_args=["-fopenmp"],
 )
