@@ -102,7 +102,7 @@ def test_every_block_input_leaves_the_device_until_backward(reentrant):
     assert store.leased == 0
 
 
-def test_the_ledger_holds_one_exact_reservation_that_the_kernel_confirms():
+def test_ledger_holds_one_exact_reservation_confirmed_by_the_kernel():
     ledger = Ledger()
     model, store = tiny_model(), make_store(ledger)
     undo = offload_checkpoints(model, store)
@@ -146,7 +146,7 @@ def test_a_reservation_made_beforehand_is_used():
     assert len(ledger.entries()) == 1
 
 
-def test_a_larger_batch_grows_the_store_and_a_smaller_one_reuses_it():
+def test_larger_batch_grows_the_store_and_smaller_one_reuses_it():
     ledger = Ledger()
     model, store = tiny_model(), make_store(ledger)
     offload_checkpoints(model, store)
@@ -160,7 +160,7 @@ def test_a_larger_batch_grows_the_store_and_a_smaller_one_reuses_it():
     assert len(ledger.live()) == 1
 
 
-def test_several_forward_passes_may_wait_for_their_backward():
+def test_several_forward_passes_may_precede_their_backward_passes():
     model, reference, store = tiny_model(dropout=0), tiny_model(dropout=0), make_store()
     offload_checkpoints(model, store)
     ids = [token_ids(seed=1), token_ids(seed=2, context=9), token_ids(seed=3)]
@@ -198,7 +198,7 @@ def test_evaluation_takes_no_host_memory():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_slots_come_back_after_an_exception(reentrant):
+def test_slots_are_released_after_an_exception(reentrant):
     model, store = tiny_model(), make_store()
     offload_checkpoints(model, store, use_reentrant=reentrant)
     layer = model.model.layers[2].mlp
@@ -222,7 +222,7 @@ def test_slots_come_back_after_an_exception(reentrant):
     assert_same(gradients(model, [token_ids()]), gradients(tiny_model(), [token_ids()]))
 
 
-def test_a_dropped_graph_gives_its_slots_back():
+def test_dropped_graph_releases_its_slots():
     model, store = tiny_model(), make_store()
     offload_checkpoints(model, store)
     loss = model(input_ids=token_ids(), labels=token_ids()).loss
@@ -231,7 +231,7 @@ def test_a_dropped_graph_gives_its_slots_back():
     assert store.leased == 0
 
 
-def test_checkpointing_that_is_switched_on_later_is_offloaded_too_and_undo_restores():
+def test_checkpointing_enabled_later_is_offloaded_until_undo():
     model, store = tiny_model(), make_store()
     plain_checkpointing(model, reentrant=True)
     before = model.model.layers[0].__dict__.get("_gradient_checkpointing_func")
@@ -251,7 +251,7 @@ def test_checkpointing_that_is_switched_on_later_is_offloaded_too_and_undo_resto
     assert store.requested_bytes == 0
 
 
-def test_undo_switches_off_what_was_off():
+def test_undo_switches_off_checkpointing_that_was_off_before():
     model = tiny_model()
     offload_checkpoints(model, make_store())()
     assert not is_checkpointing(model)
@@ -294,7 +294,7 @@ def test_a_block_without_hidden_states_warns_once_and_works(caplog):
     assert "got nothing instead of hidden states" in caplog.text
 
 
-def test_strides_of_the_hidden_states_survive():
+def test_strides_of_hidden_states_are_preserved():
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=3)
     seen = []
 
@@ -310,7 +310,7 @@ def test_strides_of_the_hidden_states_survive():
     assert seen == [(12, 4, 1), (12, 4, 1), (1, 2, 6), (1, 2, 6), (24, 8, 2), (12, 4, 1)]
 
 
-def test_copies_are_ordered_by_events_on_a_stream_of_their_own():
+def test_copies_run_on_their_own_stream_ordered_by_events():
     streams = Streams(torch.device("cuda", 3))
     log, transfer = streams.log, StreamTransfer(streams)
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
@@ -328,7 +328,7 @@ def test_copies_are_ordered_by_events_on_a_stream_of_their_own():
     assert log == [("wait", "compute", 2), ("keep", "compute")]
 
 
-def test_a_checkpoint_that_is_changed_in_place_while_a_device_copies_it_is_refused(monkeypatch):
+def test_checkpoint_changed_in_place_during_its_copy_is_refused(monkeypatch):
     streams = Streams()
     monkeypatch.setattr("memascend.activation.checkpointing.transfer_for", lambda device: StreamTransfer(streams))
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_is_changed_in_place_while_a_device_copies_it_is_refus
             result.sum().backward()
 
 
-def test_another_device_waits_for_the_last_copy_of_a_slot_and_freeing_waits_for_all():
+def test_copies_wait_across_devices_and_close_waits_for_all():
     devices = [Streams(torch.device("cuda", number)) for number in (0, 1)]
     first, second = (each.log for each in devices)
     store = CheckpointStore(PageAlignedPinnedAllocator(lock=False), blocks=1)
@@ -358,7 +358,7 @@ def test_another_device_waits_for_the_last_copy_of_a_slot_and_freeing_waits_for_
     assert first[-1][0] == second[-1][0] == "synchronize"
 
 
-def test_the_block_before_is_on_its_way_while_one_is_recomputed(monkeypatch):
+def test_backward_prefetches_the_preceding_block_before_recomputing_one(monkeypatch):
     order = []
 
     class Watched(PlainTransfer):
@@ -384,7 +384,7 @@ def test_the_block_before_is_on_its_way_while_one_is_recomputed(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_gradients_on_a_gpu_equal_plain_checkpointing_and_the_device_holds_less():
+def test_gpu_gradients_match_plain_checkpointing_with_a_lower_peak():
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     results, peaks = [], []
     ids = token_ids(batch=8, context=512).to(device)

@@ -143,7 +143,7 @@ def drained(cache, tier):
 
 
 @pytest.mark.parametrize("prefetch", [1, 1 << 30])
-def test_gradients_are_those_of_keeping_everything_and_all_extents_are_released(prefetch):
+def test_offloading_keeps_gradients_equal_and_releases_all_extents(prefetch):
     tier, model = MemoryTier(), net()
     cache = offloading(tier, prefetch_bytes=prefetch)
     with cache.active():
@@ -156,7 +156,7 @@ def test_gradients_are_those_of_keeping_everything_and_all_extents_are_released(
     assert drained(cache, tier)
 
 
-def test_a_tensor_that_several_operators_save_is_written_once_also_through_views():
+def test_tensor_saved_repeatedly_or_through_views_is_written_once():
     tier = MemoryTier()
     cache = offloading(tier)
     x = torch.randn(64, 64, requires_grad=True)
@@ -174,7 +174,7 @@ def test_a_tensor_that_several_operators_save_is_written_once_also_through_views
     assert drained(cache, tier)
 
 
-def test_weights_stay_also_transposed_tied_and_cast_by_autocast():
+def test_weights_transposed_or_cast_by_autocast_are_not_offloaded():
     tier, model = MemoryTier(), net(width=128)
     cache = offloading(tier)
     with cache.active(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -184,7 +184,7 @@ def test_weights_stay_also_transposed_tied_and_cast_by_autocast():
     assert drained(cache, tier)
 
 
-def test_what_is_still_being_written_is_taken_from_memory():
+def test_tensor_still_being_written_is_taken_from_memory():
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     tier.gates["write"].clear()
@@ -210,7 +210,7 @@ def test_backward_reads_ahead_in_the_reverse_order_of_forward():
     assert drained(cache, tier)
 
 
-def test_reading_ahead_keeps_to_its_budget():
+def test_read_ahead_stays_within_twice_its_budget():
     tier, model = MemoryTier(), net(layers=8)
     one = 512 * 256 * 4
     cache = offloading(tier, prefetch_bytes=one)
@@ -231,7 +231,7 @@ def test_reading_ahead_keeps_to_its_budget():
     assert drained(cache, tier)
 
 
-def test_the_last_block_is_kept_from_the_second_step_on():
+def test_second_step_keeps_some_tensors_in_memory():
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     with cache.active():
@@ -244,7 +244,7 @@ def test_the_last_block_is_kept_from_the_second_step_on():
     assert drained(cache, tier)
 
 
-def test_micro_batches_interleaved_as_a_pipeline_does():
+def test_interleaved_micro_batches_keep_gradients_equal():
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     with cache.active():
@@ -258,7 +258,7 @@ def test_micro_batches_interleaved_as_a_pipeline_does():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpointed_region_is_left_to_pytorch_and_its_inputs_are_offloaded(reentrant):
+def test_checkpointed_blocks_recompute_without_writing_and_keep_gradients_equal(reentrant):
     def run(model, x):
         x = model.embed(x)
         for number, block in enumerate(model.blocks):
@@ -277,7 +277,7 @@ def test_a_checkpointed_region_is_left_to_pytorch_and_its_inputs_are_offloaded(r
     assert drained(cache, tier)
 
 
-def test_a_graph_that_is_kept_is_read_twice():
+def test_retained_graph_is_read_in_each_backward_pass():
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     with cache.active():
@@ -316,7 +316,7 @@ def test_an_exception_in_forward_or_backward_releases_everything():
     assert drained(cache, tier)
 
 
-def test_a_tensor_changed_in_place_before_its_write_has_ended_is_refused_by_name():
+def test_tensor_changed_in_place_during_its_write_is_refused():
     tier = MemoryTier()
     cache = offloading(tier)
     tier.gates["write"].clear()
@@ -332,7 +332,7 @@ def test_a_tensor_changed_in_place_before_its_write_has_ended_is_refused_by_name
     assert drained(cache, tier)
 
 
-def test_a_tensor_that_stays_in_memory_is_watched_as_autograd_would():
+def test_in_place_change_of_tensor_kept_in_memory_is_refused():
     cache = offloading(minimum_bytes=1 << 30)
     x = torch.randn(8, requires_grad=True)
     with cache.active():
@@ -378,7 +378,7 @@ def test_threads_train_side_by_side():
     assert drained(cache, tier)
 
 
-def test_a_thread_outside_the_context_and_a_model_that_saves_nothing_are_left_alone():
+def test_other_threads_and_models_without_saved_tensors_are_unaffected():
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     with cache.active(), torch.no_grad():
@@ -398,7 +398,7 @@ def small_gradients():
     return gradients(model)
 
 
-def test_fifty_random_faults_are_each_raised_by_name_and_none_is_silent():
+def test_random_faults_raise_named_errors_and_are_never_silent():
     expected, silent, raised = small_gradients(), 0, 0
     for seed in range(50):
         rng = random.Random(seed)
@@ -427,7 +427,7 @@ def test_fifty_random_faults_are_each_raised_by_name_and_none_is_silent():
     assert raised >= 25
 
 
-def test_the_error_names_the_module_whose_tensor_is_lost():
+def test_error_names_the_module_whose_tensor_is_lost():
     tier, model = MemoryTier(lambda op, number: op == "read" and number > 20), net()
     cache = offloading(tier, prefetch_bytes=1)
     with cache.active():
@@ -446,7 +446,7 @@ def test_the_error_names_the_module_whose_tensor_is_lost():
         ({"write_budget_bytes": 600_000}, 1 << 40, "write budget of 600000 bytes is used up"),
     ],
 )
-def test_space_and_write_budgets_keep_tensors_in_memory_and_say_so_once(options, free, said, caplog):
+def test_space_and_write_budgets_limit_offloading_and_log_once(options, free, said, caplog):
     tier, model = MemoryTier(free=free), net()
     cache = offloading(tier, **options)
     with cache.active():
@@ -458,7 +458,7 @@ def test_space_and_write_budgets_keep_tensors_in_memory_and_say_so_once(options,
     assert drained(cache, tier)
 
 
-def test_torch_compile_is_refused_in_one_line():
+def test_torch_compile_is_refused():
     class Compiled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -473,7 +473,7 @@ def test_torch_compile_is_refused_in_one_line():
     cache.close()
 
 
-def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_refused():
+def test_closed_cache_refuses_backward_and_reentry():
     model, cache = net(), offloading()
     with cache.active():
         loss = model(batch())
@@ -485,7 +485,7 @@ def test_closing_with_a_graph_alive_names_what_is_lost_and_entering_again_is_ref
         pass
 
 
-def test_what_lay_in_memory_as_the_cache_was_closed_and_left_it_since_is_named_too():
+def test_tensor_freed_during_close_gives_the_closed_cache_error():
     """A write notifies its waiters before its last action, so close may come in between."""
     model, cache = net(), offloading()
     with cache.active():
@@ -498,7 +498,7 @@ def test_what_lay_in_memory_as_the_cache_was_closed_and_left_it_since_is_named_t
         loss.backward()
 
 
-def test_writes_that_end_after_an_interrupted_close_say_nothing(monkeypatch, caplog):
+def test_writes_ending_after_an_interrupted_close_log_nothing(monkeypatch, caplog):
     tier, model = MemoryTier(), net()
     cache = offloading(tier)
     tier.gates["write"].clear()
@@ -528,7 +528,7 @@ def record(sizes, seconds=1.0, offloaded=0):
     return made
 
 
-def test_the_amount_follows_the_drives_rate_and_nothing_is_offloaded_where_memory_suffices():
+def test_amount_follows_drive_rate_and_is_zero_if_memory_suffices():
     made = record([100] * 10, seconds=2.0)
     assert made.last_module_bytes == 100
     assert next_plan(made, "all", 1.0, 1 << 40).offload_bytes == 900
@@ -541,12 +541,12 @@ def test_the_amount_follows_the_drives_rate_and_nothing_is_offloaded_where_memor
 
 
 @pytest.mark.parametrize("wrong", [{"amount": "some"}, {"amount": -1}, {"minimum_bytes": 0}, {"prefetch_bytes": 0}])
-def test_wrong_options_are_one_line(wrong):
+def test_wrong_options_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"activations: {next(iter(wrong))}"):
         CacheOptions(**wrong)
 
 
-def test_a_device_without_a_way_to_the_tier_is_refused_in_one_line(monkeypatch):
+def test_xpu_is_refused_and_cuda_gets_a_staged_tier(monkeypatch):
     with pytest.raises(ValueError, match=r"activations on xpu cannot be offloaded yet: .* checkpointing 'offloaded'"):
         offloading(device="xpu:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -568,7 +568,7 @@ class Interrupted(nn.Module):
         return x.sum()
 
 
-def test_a_pass_after_one_that_ctrl_c_has_left_is_a_pass_of_its_own():
+def test_pass_interrupted_by_ctrl_c_does_not_affect_later_passes():
     cache, written = offloading(tier := MemoryTier(), minimum_bytes=512, amount=40_000), []
     model, x = Interrupted(), torch.randn(64, 64)
     with cache.active():
@@ -596,7 +596,7 @@ class Tree(nn.Module):
         return self(x, depth - 1).tanh() if depth else x
 
 
-def test_a_module_that_calls_itself_is_in_one_pass():
+def test_recursive_module_is_recorded_in_one_pass():
     cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")
     with cache.active():
         Tree()(torch.randn(64, 64)).sum().backward()

@@ -144,7 +144,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("program", REFUSED)
-def test_a_change_in_place_is_refused_wherever_the_saved_tensor_is(program, state):
+def test_in_place_changes_are_refused_in_every_state(program, state):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         program(lambda: None)
     _, failure = offloaded(program, state)
@@ -209,7 +209,7 @@ ACCEPTED = (
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("program", ACCEPTED)
-def test_what_plain_pytorch_accepts_is_accepted(program, state):
+def test_programs_accepted_by_plain_pytorch_are_accepted_when_offloaded(program, state):
     expected = program(lambda: None)
     found, failure = offloaded(program, state)
     assert failure is None
@@ -231,7 +231,7 @@ class Outer(nn.Module):
         return self.chain(x) * 2
 
 
-def test_a_change_in_place_of_what_is_read_ahead_is_refused_by_its_module_s_name():
+def test_in_place_change_of_read_ahead_tensor_names_its_module():
     def program(wait):
         model, a = Outer(), leaf()
         loss = model(a)
@@ -245,7 +245,7 @@ def test_a_change_in_place_of_what_is_read_ahead_is_refused_by_its_module_s_name
     assert str(failure).startswith("activation chain[0] ((32, 32), torch.float32) was modified in place")
 
 
-def test_the_memory_and_the_graph_of_a_saved_tensor_are_let_go_of():
+def test_saved_tensor_releases_its_memory_and_graph():
     tier = MemoryTier()
     cache = offloading(tier, minimum_bytes=512)
     a = leaf()
@@ -264,7 +264,7 @@ def test_the_memory_and_the_graph_of_a_saved_tensor_are_let_go_of():
     assert drained(cache, tier)
 
 
-def test_a_graph_that_is_dropped_without_backward_lets_go_of_what_was_kept_in_memory():
+def test_graph_dropped_without_backward_releases_tensors_kept_in_memory():
     tier = MemoryTier()
     cache = offloading(tier, minimum_bytes=512, amount=0)
     with cache.active():
@@ -275,7 +275,7 @@ def test_a_graph_that_is_dropped_without_backward_lets_go_of_what_was_kept_in_me
     cache.close()
 
 
-def test_a_version_holds_no_memory_and_an_inference_tensor_has_none():
+def test_version_holds_no_memory_and_ignores_inference_tensors():
     x = torch.randn(8, 8)
     version = Version(x.t()[2:])
     storage = weakref.ref(x.untyped_storage())

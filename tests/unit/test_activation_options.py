@@ -72,7 +72,7 @@ def assert_close(found, expected, tolerance=2e-6):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_the_chunked_loss_trains_as_the_model_s_own(model_type):
+def test_chunked_loss_trains_like_the_models_own_loss(model_type):
     expected = loss_and_gradients(make(model_type), **batch())
     model = make(model_type)
     applied = apply_memory_options(model, MemoryOptions(loss="chunked"), chunk_bytes=1)
@@ -87,7 +87,7 @@ def test_the_chunked_loss_trains_as_the_model_s_own(model_type):
     assert not {"forward", "_loss_function"} & set(vars(model))
 
 
-def test_labels_that_are_shifted_already_are_used_as_they_are():
+def test_already_shifted_labels_are_used_unchanged():
     inputs = batch()
     shifted = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
     expected = loss_and_gradients(make("qwen2"), **inputs)
@@ -96,7 +96,7 @@ def test_labels_that_are_shifted_already_are_used_as_they_are():
     assert_close(loss_and_gradients(model, **inputs, shift_labels=shifted), expected)
 
 
-def test_the_chunked_loss_returns_tuples_where_they_are_asked_for():
+def test_chunked_loss_returns_a_tuple_on_request():
     model = make("qwen2")
     loss = model(**batch()).loss
     apply_memory_options(model, MemoryOptions(loss="chunked"))
@@ -115,7 +115,7 @@ def test_evaluation_and_calls_without_labels_keep_their_logits():
     assert output.loss is not None
 
 
-def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused_on_the_first_step():
+def test_unknown_logit_change_is_refused_on_the_first_step():
     class Doubled(transformers.Qwen2ForCausalLM):
         def forward(self, input_ids, labels=None, **kwargs):
             hidden = self.model(input_ids=input_ids).last_hidden_state
@@ -128,7 +128,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused_on_the_fir
         model(**batch())
 
 
-def test_models_without_a_linear_head_or_with_another_loss_are_refused():
+def test_models_without_linear_head_or_with_another_loss_are_refused():
     encoder = transformers.AutoModel.from_config(make("qwen2").config)
     with pytest.raises(ValueError, match="no linear language-model head"):
         apply_memory_options(encoder, MemoryOptions(loss="chunked"))
@@ -139,7 +139,7 @@ def test_models_without_a_linear_head_or_with_another_loss_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_options_together_and_their_undo(dtype):
+def test_all_options_apply_together_and_are_undone(dtype):
     ledger = Ledger()
     expected = loss_and_gradients(make("qwen2", dtype), **batch())
     model = make("qwen2", dtype)
@@ -159,7 +159,7 @@ def test_all_options_together_and_their_undo(dtype):
     apply_memory_options(model, MemoryOptions(loss="chunked", checkpointing="offloaded"))
 
 
-def test_checkpointing_by_name():
+def test_checkpointing_is_chosen_by_name_and_undone():
     model = make("qwen2")
 
     def is_on():
@@ -176,7 +176,7 @@ def test_checkpointing_by_name():
     loss_and_gradients(model, **batch())
 
 
-def test_attention_by_name():
+def test_attention_is_chosen_by_name_and_undone():
     model = make("qwen2")
     expected = model(**batch()).loss
     applied = apply_memory_options(model, MemoryOptions(attention="eager"))
@@ -187,7 +187,7 @@ def test_attention_by_name():
 
 
 @pytest.mark.parametrize("option", [{"attention": "flash"}, {"loss": "liger"}, {"checkpointing": "unsloth"}])
-def test_what_is_missing_is_said_in_one_line(option, monkeypatch):
+def test_missing_gpu_or_library_is_refused_by_name(option, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA GPU") as error:
         apply_memory_options(make("qwen2"), MemoryOptions(**option))
@@ -198,7 +198,7 @@ def test_what_is_missing_is_said_in_one_line(option, monkeypatch):
         apply_memory_options(make("qwen2"), MemoryOptions(**option))
 
 
-def test_an_option_that_fails_leaves_the_model_as_it_was(monkeypatch):
+def test_failed_option_leaves_the_model_unchanged(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = make("qwen2")
     before = dict(vars(model))
@@ -208,13 +208,13 @@ def test_an_option_that_fails_leaves_the_model_as_it_was(monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_names_are_checked():
+def test_unknown_option_names_are_refused():
     with pytest.raises(ValueError, match=r"memascend.loss: 'fused' is unknown; choose one of plain, chunked, liger"):
         MemoryOptions(loss="fused")
     assert not MemoryOptions()
 
 
-def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_everything_back(tmp_path):
+def test_ssd_activations_keep_gradients_equal_and_undo_removes_files(tmp_path):
     expected = loss_and_gradients(make("qwen2"), **batch())
     model = make("qwen2")
     section = {"folder": str(tmp_path), "amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
@@ -238,7 +238,7 @@ def test_activations_go_to_the_ssd_with_equal_gradients_and_the_undo_takes_every
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_each_block_is_kept_computed_again_or_offloaded_as_the_mix_says(use_reentrant, tmp_path):
+def test_each_block_follows_the_policy_of_the_mix(use_reentrant, tmp_path):
     """Gradients are equal to the last bit, and after forward memory has what the policies say, to the byte."""
     expected = loss_and_gradients(make("llama", num_hidden_layers=6), **batch())
     section = {"folder": str(tmp_path), "minimum_bytes": 64, "reserve_bytes": 0, "device": "cpu"}
@@ -276,7 +276,7 @@ def test_each_block_is_kept_computed_again_or_offloaded_as_the_mix_says(use_reen
     assert moved["written"] == moved["read"] == 2 * sum(kept[block] for block in range(3))
 
 
-def test_the_cache_goes_with_its_model(tmp_path):
+def test_cache_files_are_removed_with_the_model(tmp_path):
     model = make("qwen2")
     apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 1
@@ -310,7 +310,7 @@ def test_the_cache_goes_with_its_model(tmp_path):
         ),
     ],
 )
-def test_what_cannot_go_to_an_ssd_is_one_line(options, line):
+def test_bad_ssd_options_are_refused_in_one_line(options, line):
     model = make("qwen2")
     with pytest.raises(ValueError, match=line) as caught:
         apply_memory_options(model, MemoryOptions(**options))
@@ -318,7 +318,7 @@ def test_what_cannot_go_to_an_ssd_is_one_line(options, line):
     assert cache_of(model) is None
 
 
-def test_a_compiled_model_with_its_activations_on_the_ssd_is_refused_when_it_is_called(tmp_path):
+def test_compiled_model_with_ssd_activations_is_refused_when_called(tmp_path):
     model = make("qwen2")
     applied = apply_memory_options(model, MemoryOptions(checkpointing="ssd"), folder=str(tmp_path))
     model.compile(backend="eager")
@@ -340,7 +340,7 @@ compiled(**batch())
 """
 
 
-def test_what_torch_compile_makes_of_a_model_with_its_activations_on_the_ssd_is_refused_too(tmp_path):
+def test_torch_compile_wrapper_with_ssd_activations_is_refused(tmp_path):
     """Runs without the variable by which the tests disable torch's compiler: with it nothing is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     root = str(Path(__file__).parents[2])
@@ -353,7 +353,7 @@ def test_what_torch_compile_makes_of_a_model_with_its_activations_on_the_ssd_is_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("option", [{"attention": "flash"}, {"loss": "liger"}, {"checkpointing": "unsloth"}])
-def test_libraries_of_a_gpu_train_as_torch_does(option):
+def test_gpu_libraries_train_like_torch(option):
     for module in {"attention": "flash_attn", "loss": "liger_kernel", "checkpointing": "unsloth_zoo"}.items():
         if module[0] in option:
             pytest.importorskip(module[1], reason=f"{module[1]} is not installed (make setup CUDA=1)")

@@ -30,7 +30,7 @@ def staged(tmp_path):
         yield make
 
 
-def test_a_copy_begins_behind_the_caller_s_stream_and_the_tier_after_the_copy(staged):
+def test_copies_follow_the_callers_stream_and_writes_follow_copies(staged):
     tier, streams = staged()
     streams.side.open = False
     tensor = torch.arange(3000, dtype=torch.float32)
@@ -57,7 +57,7 @@ def test_a_copy_begins_behind_the_caller_s_stream_and_the_tier_after_the_copy(st
     assert torch.equal(out, tensor)
 
 
-def test_slots_are_bounded_and_used_again_and_what_finds_no_room_waits(staged):
+def test_staging_slots_are_bounded_reused_and_waited_for(staged):
     tier, streams = staged(most_bytes=3 * 4096)
     taken, most = tier._allocator.allocate, []
 
@@ -86,7 +86,7 @@ def test_slots_are_bounded_and_used_again_and_what_finds_no_room_waits(staged):
     assert tier._idle_bytes <= 8 * 4096
 
 
-def test_an_error_of_the_tier_is_the_transfer_s_and_its_slot_is_free_again(tmp_path, staged):
+def test_tier_error_reaches_the_transfer_and_frees_its_slot(tmp_path, staged):
     tier, _ = staged()
     with pytest.raises(ValueError, match="no such tensor"):
         tier.read("nothing", torch.empty(1024)).wait(MAX_S)
@@ -113,7 +113,7 @@ def gradients(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_a_cache_over_it_has_the_gradients_of_keeping_everything_and_names_what_is_lost(staged):
+def test_cache_over_staged_tier_keeps_gradients_and_names_lost_activations(staged):
     expected = gradients(net())
     options = CacheOptions(amount="all", minimum_bytes=4096, reserve_bytes=0, device="cpu", prefetch_bytes=1)
     tier, _ = staged(most_bytes=300_000)
@@ -132,7 +132,7 @@ def test_a_cache_over_it_has_the_gradients_of_keeping_everything_and_names_what_
 
 
 @pytest.mark.gpu
-def test_gradients_on_a_gpu_are_those_of_keeping_everything_and_the_device_holds_less(tmp_path):
+def test_gpu_offloading_keeps_gradients_equal_and_lowers_device_memory(tmp_path):
     import memascend
 
     def one(cache=None):

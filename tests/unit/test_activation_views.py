@@ -159,7 +159,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("state", [KEPT, FORWARDED, READ])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_gradients_through_saved_views_are_equal_to_the_bit(program, state):
+def test_gradients_through_saved_views_are_bit_identical(program, state):
     found, expected = offloaded_gradients_of(program, state), gradients_of(program)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -176,7 +176,7 @@ class TiedHead(nn.Module):
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["in the root's forward", "in the loop"])
-def test_a_weight_that_another_module_or_the_loop_uses_stays_in_memory(outside):
+def test_weight_shared_with_another_module_or_loop_stays_in_memory(outside):
     tier, model = MemoryTier(), TiedHead()
     cache = offloading(tier, minimum_bytes=512)
     with cache.active():
@@ -191,7 +191,7 @@ def test_a_weight_that_another_module_or_the_loop_uses_stays_in_memory(outside):
 
 
 @pytest.mark.parametrize("kept", [0, 1], ids=["all offloaded", "every other one kept"])
-def test_read_ahead_looks_at_each_region_once_a_backward_pass(kept):
+def test_read_ahead_visits_each_region_a_few_times_at_most(kept):
     tier, depth = MemoryTier(), 400
     cache = offloading(tier, minimum_bytes=512, prefetch_bytes=16 << 10)
     body = nn.Sequential(*[nn.Sigmoid() for _ in range(depth)])
@@ -242,7 +242,7 @@ def test_a_region_whose_write_ends_during_backward_is_read_ahead():
 
 
 @pytest.mark.parametrize("in_modules", [False, True], ids=["in a function", "in a module"])
-def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_what_it_was(in_modules):
+def test_buffer_refilled_without_a_new_version_gives_current_gradients(in_modules):
     """This may be a data loader's memory, while the graph of an earlier loss, which is only logged, is alive."""
     weight = torch.ones(32, 32, requires_grad=True)
     layer = nn.Linear(32, 32, bias=False)
@@ -264,7 +264,7 @@ def test_a_buffer_that_is_filled_again_without_a_new_version_is_not_taken_for_wh
     assert drained(cache, tier)
 
 
-def test_a_leaf_whose_data_are_changed_is_not_taken_for_what_it_was():
+def test_leaf_changed_through_data_gives_current_gradients():
     """The change is by `.data`, for which torch counts no version, while the graph of an earlier loss is alive."""
     weight = torch.ones(32, 32, requires_grad=True)
     cache = offloading(tier := MemoryTier(), minimum_bytes=512, amount="all")

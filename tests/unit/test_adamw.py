@@ -43,7 +43,7 @@ def test_fp32_matches_torch_over_many_steps(options):
 
 @pytest.mark.parametrize("grad_dtype", HALVES)
 @pytest.mark.parametrize("copy_dtype", HALVES)
-def test_half_gradients_are_converted_and_the_copy_is_the_parameter(grad_dtype, copy_dtype):
+def test_half_gradients_are_converted_and_the_copy_matches_the_parameter(grad_dtype, copy_dtype):
     param, grad, exp_avg, exp_avg_sq = states(1003, grad_dtype=grad_dtype)
     wide = [param.clone(), grad.float() * 0.5, exp_avg.clone(), exp_avg_sq.clone()]
     copy = torch.empty(1003, dtype=copy_dtype)
@@ -74,7 +74,7 @@ def test_with_bf16_states_the_copy_is_the_rounded_parameter(copy_dtype):
     st.lists(st.integers(0, 3000), max_size=6),
     st.integers(1, 4),
 )
-def test_slices_and_threads_change_no_bit(dtype, grad_dtype, numel, offset, cuts, threads):
+def test_results_are_bit_identical_across_slices_and_threads(dtype, grad_dtype, numel, offset, cuts, threads):
     whole = states(numel, dtype, grad_dtype)
     sliced = [t.clone() for t in whole]
     edges = sorted({0, numel, *(cut for cut in cuts if cut < numel)})
@@ -90,11 +90,11 @@ def test_slices_and_threads_change_no_bit(dtype, grad_dtype, numel, offset, cuts
     assert all(torch.equal(a, b) for a, b in zip(whole, sliced))
 
 
-def test_the_reference_box_is_that_of_aes():
+def test_reference_sbox_matches_the_aes_standard():
     assert [S_BOX[0x00], S_BOX[0x01], S_BOX[0x53], S_BOX[0xFF]] == [0x63, 0x7C, 0xED, 0x16]  # FIPS 197, figure 7
 
 
-def test_stochastic_rounding_takes_the_words_that_the_page_says():
+def test_stochastic_rounding_uses_the_documented_random_words():
     """With a learning rate of zero, and betas of zero, the new states are known in float32 before they are rounded."""
     seed, step, numel, offset = 0x1234_5678_9ABC_DEF0, (1 << 33) + 5, 100, (1 << 36) + 7
     grad = torch.rand(numel, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -128,7 +128,7 @@ def rounded_up(numel: int, gradient: float, weight_decay: float, step: int) -> t
     return up, share
 
 
-def test_rounding_is_uniform_and_independent_in_pairs():
+def test_rounding_is_uniform_and_pairwise_independent():
     """Checked for states of one element, for neighbours at several distances
     in a block and beyond, and for consecutive steps."""
     numel, steps = 1 << 17, [1, 2]
@@ -148,7 +148,7 @@ def test_rounding_is_uniform_and_independent_in_pairs():
                 assert abs((one[distance:] * other[:-distance]).mean().item()) < bound
 
 
-def test_stochastic_rounding_keeps_what_nearest_would_lose():
+def test_stochastic_rounding_keeps_updates_that_nearest_rounding_loses():
     """A thousand steps of 1/20 of a unit in the last place: rounding to nearest would never change the parameter."""
     numel = 4096
     param = torch.ones(numel, dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def test_stochastic_rounding_keeps_what_nearest_would_lose():
     assert param.double().mean().item() == pytest.approx(1 + 1000 * 2.0**-7 / 20, rel=2e-3)
 
 
-def test_training_with_bf16_states_stays_near_fp32():
+def test_training_with_bf16_states_converges_like_fp32():
     """Least squares: the loss falls alike, and far below the value at which rounding to nearest gets stuck."""
     make = torch.Generator().manual_seed(0)
     inputs = torch.randn(256, 32, generator=make)
@@ -181,7 +181,7 @@ def test_training_with_bf16_states_stays_near_fp32():
     assert final_loss(torch.bfloat16) < 1e-2 * start
 
 
-def test_seed_and_step_change_the_rounding():
+def test_seed_and_element_offset_change_the_rounding():
     def run(**options):
         tensors = states(4000, torch.bfloat16)
         adamw_(*tensors, lr=0.0, **options)
@@ -195,7 +195,7 @@ def test_seed_and_step_change_the_rounding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("index", "name"), [(0, "parameter"), (1, "gradient"), (2, "momentum"), (3, "variance")])
-def test_damaged_numbers_are_named(dtype, index, name):
+def test_nan_values_are_reported_by_tensor_and_element(dtype, index, name):
     tensors = states(5000, dtype)
     tensors[index][4321] = math.nan
     kept = [t.clone() for t in tensors]
@@ -228,7 +228,7 @@ def test_bad_input_is_refused():
             adamw_(*good, **options)
 
 
-def test_empty_tensors_and_parameters_with_gradients_are_fine():
+def test_empty_tensors_and_parameters_requiring_gradients_are_accepted():
     adamw_(*states(0), torch.empty(0, dtype=torch.float16), step=1)
     param, grad, exp_avg, exp_avg_sq = states(100)
     weight = torch.nn.Parameter(param)

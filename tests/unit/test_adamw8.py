@@ -136,7 +136,7 @@ def reference(tensors, *, step, lr, betas, eps, weight_decay, seed, offset):
 
 
 @pytest.mark.parametrize("grad_dtype", GRADIENTS)
-def test_every_bit_is_that_of_the_reference(grad_dtype):
+def test_every_bit_matches_the_reference(grad_dtype):
     options = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "seed": 0x1234_5678_9ABC}
     tensors, offset = states(75, grad_dtype), (1 << 36) + 32
     for step in (1, 2, (1 << 33) + 5):
@@ -146,7 +146,7 @@ def test_every_bit_is_that_of_the_reference(grad_dtype):
             assert torch.equal(ours, theirs)
 
 
-def test_every_bit_from_zero_states_with_zeros_and_outliers_among_the_gradients():
+def test_zero_states_with_zero_and_outlier_gradients_match_the_reference():
     options = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "seed": 3}
     tensors = [torch.ones(64).bfloat16(), torch.zeros(64), *zeros(64)]
     for step in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_every_bit_from_zero_states_with_zeros_and_outliers_among_the_gradients(
     st.lists(st.integers(0, 90), max_size=6),
     st.integers(1, 4),
 )
-def test_slices_and_threads_change_no_bit(grad_dtype, numel, offset, cuts, threads):
+def test_results_are_bit_identical_across_slices_and_threads(grad_dtype, numel, offset, cuts, threads):
     whole = states(numel, grad_dtype)
     sliced = [t.clone() for t in whole]
     threads_and(1, lambda: adamw8_(*whole, step=3, seed=9, element_offset=32 * offset))
@@ -184,7 +184,7 @@ def test_slices_and_threads_change_no_bit(grad_dtype, numel, offset, cuts, threa
     assert all(torch.equal(a, b) for a, b in zip(whole, sliced))
 
 
-def test_a_run_that_goes_on_draws_the_same_numbers():
+def test_resumed_run_draws_the_same_random_numbers():
     def go_on(tensors, first, last):
         for step in range(first, last):
             adamw8_(*tensors, step=step, seed=4)
@@ -232,7 +232,7 @@ def test_codes_survive_decoding_and_encoding(numel, seed):
         assert torch.equal(again[1][unfloored], moments[1][unfloored])
 
 
-def test_encoding_rounds_to_nearest_and_refuses_what_is_no_moment():
+def test_encoding_rounds_to_nearest_and_refuses_invalid_moments():
     make = torch.Generator().manual_seed(1)
     momentum, variance = torch.randn(5, 77, generator=make), torch.rand(5, 77, generator=make).square()
     codes = encode_moments(momentum, variance)
@@ -248,7 +248,7 @@ def test_encoding_rounds_to_nearest_and_refuses_what_is_no_moment():
         encode_moments(torch.tensor([1.0]), torch.tensor([-1.0]))
 
 
-def test_a_variance_follows_its_gradients_down_where_rounding_to_nearest_would_not():
+def test_variance_decays_with_its_gradients_unlike_nearest_rounding():
     """Gradients of one size, then a tenth of it: after 3,000 more steps an
     average over 1,000 steps is well on its way down."""
     numel, make = 1024, torch.Generator().manual_seed(0)
@@ -273,7 +273,7 @@ def test_a_variance_follows_its_gradients_down_where_rounding_to_nearest_would_n
     assert (stale / exact).sqrt().median() > 2.5
 
 
-def test_no_step_is_huge_beside_an_outlier():
+def test_outlier_gradient_causes_no_huge_step_in_its_block():
     """One gradient is 10^10 times its neighbours: their variance is below every code and must not become zero."""
     param, grad, moments = torch.zeros(32).bfloat16(), torch.full((32,), 1e-5), zeros(32)
     for step in range(1, 100):
@@ -283,7 +283,7 @@ def test_no_step_is_huge_beside_an_outlier():
     assert param.abs().max() < 99 * 1e-3 * 4
 
 
-def test_training_stays_near_fp32():
+def test_training_converges_like_fp32():
     """Least squares: the loss falls alike."""
     make = torch.Generator().manual_seed(0)
     inputs = torch.randn(256, 96, generator=make) * torch.exp(torch.randn(96, generator=make))
@@ -305,7 +305,7 @@ def test_training_stays_near_fp32():
     assert final_loss(True) < 1e-2 * start
 
 
-def test_bytes_a_parameter():
+def test_bytes_per_parameter_match_the_constant():
     tensors = states(3200)
     kept = [tensors[0], *tensors[2:]]
     assert sum(t.nbytes for t in kept) == 3200 * BYTES_PER_PARAMETER
@@ -313,7 +313,7 @@ def test_bytes_a_parameter():
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "parameter"), (1, "gradient")])
-def test_damaged_numbers_are_named(index, name):
+def test_nan_values_are_reported_by_tensor_and_element(index, name):
     tensors = states(5000)
     tensors[index][4321] = math.nan
     kept = [t.clone() for t in tensors]
@@ -326,7 +326,7 @@ def test_damaged_numbers_are_named(index, name):
     assert not torch.equal(tensors[2][:64], kept[2][:64])
 
 
-def test_a_damaged_scale_is_named():
+def test_invalid_scale_is_reported_by_tensor_and_block():
     tensors = states(64)
     tensors[4][1, 0] = 255
     tensors[2][32:] = 7
@@ -358,7 +358,7 @@ def test_bad_input_is_refused():
             adamw8_(*good, **options)
 
 
-def test_empty_tensors_and_parameters_with_gradients_are_fine():
+def test_empty_tensors_and_parameters_requiring_gradients_are_accepted():
     adamw8_(*states(0), step=1)
     param, grad, *moments = states(100)
     weight = torch.nn.Parameter(param)
@@ -393,7 +393,7 @@ def allocator(**options):
     return PageAlignedPinnedAllocator(Ledger(**options), lock=False)
 
 
-def test_the_optimizer_is_the_operator_over_parameters_that_begin_blocks():
+def test_optimizer_matches_the_operator_with_parameters_aligned_to_blocks():
     params, first = parameters(), 0
     optimizer = AdamW8bit(params, lr=1e-2, seed=6, allocator=allocator())
     expected = [[p.detach().clone(), *(t.view(-1) for t in zeros(p.numel())[:2]), zeros(p.numel())[2]] for p in params]
@@ -408,7 +408,7 @@ def test_the_optimizer_is_the_operator_over_parameters_that_begin_blocks():
             assert torch.equal(parameter.detach(), kept)
 
 
-def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
+def test_resume_from_saved_state_gives_the_same_bits(tmp_path):
     whole = parameters()
     optimizer = AdamW8bit(whole, allocator=allocator())
     for step in range(3):
@@ -427,7 +427,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(tmp_path):
     assert other.state[resumed[0]]["exp_avg"].dtype == torch.uint8
 
 
-def test_the_ledger_has_every_state_by_name():
+def test_ledger_records_every_state_by_name():
     ledger = Ledger()
     params = [("weight", torch.nn.Parameter(torch.zeros(40, 8).bfloat16()))]
     AdamW8bit(params, allocator=PageAlignedPinnedAllocator(ledger, lock=False)).allocate_states()
@@ -435,7 +435,7 @@ def test_the_ledger_has_every_state_by_name():
     assert sizes == {"weight exp_avg": 320, "weight exp_avg_sq": 320, "weight scales": 20}
 
 
-def test_the_optimizer_refuses_other_parameters_and_states_of_another_optimizer():
+def test_optimizer_refuses_fp32_parameters_and_states_of_other_optimizers():
     with pytest.raises(ValueError, match=r"AdamW8bit: a parameter of .* contiguous CPU tensors of bfloat16 are needed"):
         AdamW8bit([torch.nn.Parameter(torch.ones(3))])
     params = parameters()

@@ -41,7 +41,7 @@ def assert_close(ours, theirs):
         torch.testing.assert_close(one.detach(), other.detach(), atol=1e-6, rtol=1e-6)
 
 
-def test_equals_torchs_adamw_over_groups_schedules_and_missing_gradients():
+def test_matches_torch_adamw_with_groups_schedules_and_missing_gradients():
     ours, theirs = parameters(), parameters()
     optimizers = [AdamW(groups(ours), lr=1e-2, allocator=allocator()), torch.optim.AdamW(groups(theirs), lr=1e-2)]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
@@ -57,7 +57,7 @@ def test_equals_torchs_adamw_over_groups_schedules_and_missing_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_of_16_bits_are_rounded_copies_of_fp32_masters(dtype):
+def test_16_bit_parameters_are_rounded_copies_of_fp32_masters(dtype):
     ours = parameters(dtype)
     masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in ours]
     optimizer, reference = AdamW(ours, allocator=allocator()), torch.optim.AdamW(masters)
@@ -73,7 +73,7 @@ def test_parameters_of_16_bits_are_rounded_copies_of_fp32_masters(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_state_goes_on_to_the_same_bits(dtype, tmp_path):
+def test_resume_from_saved_state_gives_the_same_bits(dtype, tmp_path):
     whole = parameters(dtype)
     optimizer = AdamW(groups(whole), allocator=allocator())
     for step in range(3):
@@ -93,7 +93,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "second"), [(AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)])
-def test_fp32_states_go_over_to_torchs_optimizer_and_back(first, second):
+def test_fp32_states_load_into_torch_adamw_and_back(first, second):
     params, reference = parameters(), parameters()
     optimizer, whole = first(groups(params)), torch.optim.AdamW(groups(reference))
     for step in range(6):
@@ -106,7 +106,7 @@ def test_fp32_states_go_over_to_torchs_optimizer_and_back(first, second):
     assert_close(params, reference)
 
 
-def test_states_are_booked_by_name_and_owner_and_placed():
+def test_states_are_recorded_with_name_owner_and_placement():
     model = torch.nn.Linear(64, 32).to(torch.bfloat16)
     memory = allocator()
     optimizer = AdamW(model.named_parameters(), allocator=memory, placements={"exp_avg": on_node(0)})
@@ -125,7 +125,7 @@ def test_states_are_booked_by_name_and_owner_and_placed():
     assert len(memory.ledger.entries()) == 6
 
 
-def test_states_beyond_the_budget_are_refused_by_owner():
+def test_states_beyond_the_budget_are_refused_with_their_owner():
     optimizer = AdamW(
         [torch.nn.Parameter(torch.ones(1 << 18))], allocator=allocator(budget=HostBudget(limit_bytes=1 << 20))
     )
@@ -133,7 +133,7 @@ def test_states_beyond_the_budget_are_refused_by_owner():
         optimizer.allocate_states()
 
 
-def test_frozen_and_empty_parameters_and_closures():
+def test_step_handles_frozen_and_empty_parameters_and_closures():
     frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
     empty, trained = torch.nn.Parameter(torch.ones(0)), torch.nn.Parameter(torch.ones(5))
     optimizer = AdamW([frozen, empty, trained], allocator=allocator())
@@ -149,7 +149,7 @@ def test_frozen_and_empty_parameters_and_closures():
     assert bool((trained < 1).all())
 
 
-def test_bad_options_and_parameters_are_refused_in_one_line():
+def test_bad_options_and_parameters_are_refused():
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     for options, words in [
         ({"lr": -1.0}, "lr is -1.0"),

@@ -86,7 +86,7 @@ def assert_equal(engine, theirs):
 @pytest.mark.parametrize(
     "options", [{}, {"wait": True}, {"versions": 1}], ids=["as they come", "waiting", "one version"]
 )
-def test_parameters_of_odd_sizes_are_aligned_and_train_to_the_same_bits(tmp_path, dtype, options):
+def test_odd_sized_parameters_are_aligned_and_train_bit_identically(tmp_path, dtype, options):
     ours, theirs = made(dtype), made(dtype)
     engine = opened(ours, tmp_path / "session", **options)
     train(ours, engine, range(3))
@@ -103,7 +103,7 @@ def test_parameters_of_odd_sizes_are_aligned_and_train_to_the_same_bits(tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_store_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatch, dtype):
+def test_store_without_gaps_from_an_earlier_version_is_resumed(tmp_path, monkeypatch, dtype):
     begun = runtime.units_of
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
     with monkeypatch.context() as earlier:
@@ -120,7 +120,7 @@ def test_a_store_of_an_earlier_version_without_gaps_goes_on(tmp_path, monkeypatc
     engine.close()
 
 
-def test_a_model_of_even_sizes_lies_on_the_tier_as_before():
+def test_alignment_changes_the_layout_of_odd_sizes_only():
     even = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
     assert ModelUnits(even).layout.digest == ModelUnits(copy.deepcopy(even), aligned=False).layout.digest
     assert ModelUnits(made()).layout.digest != ModelUnits(made(), aligned=False).layout.digest

@@ -25,7 +25,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_line_is_seen_once_or_hidden_where_the_script_says_so(case):
+def test_announcement_appears_once_on_rank_0_unless_logging_hides_it(case):
     prepare, times = CASES[case]
     code = f"import logging\n{prepare}\nfrom memascend.integrations.conventions import announce\nannounce({LINE!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

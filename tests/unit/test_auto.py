@@ -66,7 +66,7 @@ def run(tree: Path, code: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_nothing_is_said_where_nothing_is_broken(tree):
+def test_intact_installation_prints_nothing_and_watches_deepspeed(tree):
     assert run(tree, WORKS + "; assert deepspeed.initialize.watched_by_memascend") == ""
 
 
@@ -91,14 +91,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("order", [WORKS, WORKS.replace("memascend.auto, deepspeed", "deepspeed, memascend.auto")])
-def test_what_is_broken_is_one_line_in_the_log_and_deepspeed_works(tree, broken, order):
+def test_broken_part_logs_one_line_and_deepspeed_works(tree, broken, order):
     BROKEN[broken](tree / "memascend")
     said = run(tree, order)
     assert said.count("\n") == 1, said
     assert said.startswith('memascend: the key "memascend" in DeepSpeed configurations will be ignored (')
 
 
-def test_rank_0_alone_says_so(tree):
+def test_other_ranks_log_nothing_about_a_broken_part(tree):
     BROKEN["a name that is gone"](tree / "memascend")
     assert run(tree, WORKS, RANK="1") == ""
 
@@ -114,13 +114,13 @@ def test_rank_0_alone_says_so(tree):
         "exec(LOADER_WITHOUT_ATTRIBUTES)",
     ],
 )
-def test_an_error_inside_the_import_hook_stays_inside(tree, breaking):
+def test_error_inside_the_import_hook_does_not_escape(tree, breaking):
     breaking = breaking.replace("LOADER_WITHOUT_ATTRIBUTES", repr(LOADER_WITHOUT_ATTRIBUTES))
     prepare = f"import sys, importlib.machinery, memascend.auto; {breaking}; memascend.auto.install(); "
     assert run(tree, prepare + WORKS).startswith("memascend: the key")
 
 
-def test_an_import_of_deepspeed_that_fails_fails_as_it_would_and_the_next_is_watched(tree):
+def test_failed_deepspeed_import_keeps_its_error_and_retry_is_watched(tree):
     text = "import os\nif os.environ.get('FAIL'): raise ImportError('its own')\n" + DEEPSPEED
     (tree / "deepspeed.py").write_text(text)
     code = (
@@ -131,20 +131,20 @@ def test_an_import_of_deepspeed_that_fails_fails_as_it_would_and_the_next_is_wat
     assert run(tree, code) == ""
 
 
-def test_deepspeed_in_the_middle_of_its_own_import_is_not_stopped(tree):
+def test_broken_part_does_not_stop_a_deepspeed_import_in_progress(tree):
     (tree / "deepspeed.py").write_text("import memascend.auto\n" + DEEPSPEED)
     (tree / "memascend" / "integrations" / "drop_in.py").unlink()
     assert run(tree, "import deepspeed; assert deepspeed.initialize() == 'stock'").startswith("memascend: the key")
 
 
-def test_torch_is_imported_with_a_library_that_is_broken(tree):
+def test_torch_imports_with_a_broken_library(tree):
     """It is imported by the entry point of the installed package, which here names the broken tree's module."""
     _replace_folder(tree / "memascend" / "integrations")
     code = "import sys, torch; print('memascend.auto' in sys.modules, file=sys.stderr); import deepspeed"
     assert run(tree, code, TORCH_DEVICE_BACKEND_AUTOLOAD="1").splitlines()[0] == "True"
 
 
-def test_metadata_that_cannot_be_read_leaves_torch_alone(tree):
+def test_unreadable_metadata_does_not_affect_torch(tree):
     """An unreadable entry_points.txt next to the package: importlib.metadata skips it."""
     broken = tree / "memascend-0.1.0.dist-info"
     (broken / "entry_points.txt").mkdir(parents=True)
@@ -152,7 +152,7 @@ def test_metadata_that_cannot_be_read_leaves_torch_alone(tree):
     assert run(tree, "import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="1") == ""
 
 
-def test_arguments_that_are_not_deepspeeds_get_deepspeeds_own_answer(tree):
+def test_unknown_arguments_raise_deepspeeds_own_error(tree):
     code = (
         "import memascend.auto, deepspeed\n"
         "try:\n    deepspeed.initialize(modelx=1)\nexcept TypeError as error:\n    assert 'initialize()' in str(error)"

@@ -108,9 +108,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_save_has_the_step_that_it_was_begun_after_and_training_is_as_without_one(
-    tmp_path, lazy, small_buffer, options
-):
+def test_save_holds_its_step_and_does_not_change_training(tmp_path, lazy, small_buffer, options):
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
     engine, other = begin(ours, tmp_path / "ours", **options), begin(theirs, tmp_path / "theirs", **options)
     train(ours, engine, range(2))
@@ -125,7 +123,7 @@ def test_a_save_has_the_step_that_it_was_begun_after_and_training_is_as_without_
     other.close()
 
 
-def test_a_save_of_weights_in_fp32_which_are_their_own_masters(tmp_path, lazy):
+def test_fp32_weights_that_are_their_own_masters_are_saved(tmp_path, lazy):
     ours = model()
     engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
@@ -137,7 +135,7 @@ def test_a_save_of_weights_in_fp32_which_are_their_own_masters(tmp_path, lazy):
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_steps_that_are_rolled_back_and_done_again_leave_a_save_whole(tmp_path, lazy, small_buffer, states):
+def test_steps_rolled_back_and_redone_leave_a_save_whole(tmp_path, lazy, small_buffer, states):
     loops = [Loop(tmp_path / name, model_of(False), states=states).seed() for name in ("ours", "theirs")]
     ours, theirs = loops
     for number in range(8):
@@ -157,7 +155,7 @@ def test_steps_that_are_rolled_back_and_done_again_leave_a_save_whole(tmp_path, 
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_step_that_fails_and_is_given_up_leaves_a_save_whole(tmp_path, lazy, small_buffer, versions):
+def test_abandoned_step_leaves_a_save_whole(tmp_path, lazy, small_buffer, versions):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=versions)
     train(ours, engine, range(2))
@@ -172,7 +170,7 @@ def test_a_step_that_fails_and_is_given_up_leaves_a_save_whole(tmp_path, lazy, s
     engine.close()
 
 
-def test_a_save_begun_before_all_was_compared_goes_on_over_the_reopening(tmp_path, lazy, small_buffer):
+def test_save_survives_the_end_of_checksum_comparison(tmp_path, lazy, small_buffer):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
@@ -188,7 +186,7 @@ def test_a_save_begun_before_all_was_compared_goes_on_over_the_reopening(tmp_pat
     engine.close()
 
 
-def test_a_tensor_that_rotted_is_found_by_the_save_that_reads_it_first(tmp_path):
+def test_save_detects_a_corrupted_tensor_on_first_read(tmp_path):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(2))
@@ -209,7 +207,7 @@ def test_a_tensor_that_rotted_is_found_by_the_save_that_reads_it_first(tmp_path)
     engine.close()
 
 
-def test_frozen_weights_beside_trained_ones_are_saved(tmp_path, lazy, small_buffer):
+def test_frozen_and_trained_weights_are_saved(tmp_path, lazy, small_buffer):
     ours = partial.made(torch.bfloat16)
     engine = partial.begin(ours, tmp_path / "session")
     partial.train(ours, engine, range(1))
@@ -221,7 +219,7 @@ def test_frozen_weights_beside_trained_ones_are_saved(tmp_path, lazy, small_buff
 
 
 @pytest.mark.parametrize("states", [torch.float32, torch.int8], ids=str)
-def test_a_matrix_that_lies_in_slices_is_saved_as_one_tensor(tmp_path, lazy, small_buffer, states):
+def test_sliced_matrix_is_saved_as_one_tensor(tmp_path, lazy, small_buffer, states):
     ours = sliced.model(torch.bfloat16, tied=True)
     engine = sliced.streamed(ours, tmp_path, states=states)
     first, second = sliced.batches(2)
@@ -235,7 +233,7 @@ def test_a_matrix_that_lies_in_slices_is_saved_as_one_tensor(tmp_path, lazy, sma
     engine.close()
 
 
-def test_only_one_save_runs_and_the_second_waits_for_the_first(tmp_path, lazy):
+def test_second_save_waits_for_the_first(tmp_path, lazy):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     train(ours, engine, range(1))
@@ -250,7 +248,7 @@ def test_only_one_save_runs_and_the_second_waits_for_the_first(tmp_path, lazy):
     engine.close()
 
 
-def test_a_save_between_backward_and_step_is_refused_and_after_the_step_it_is_not(tmp_path):
+def test_save_is_refused_until_the_step_is_complete(tmp_path):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     ours(batch(0)).backward()
@@ -265,7 +263,7 @@ def test_a_save_between_backward_and_step_is_refused_and_after_the_step_it_is_no
 
 
 @pytest.mark.parametrize("when", ["while it copies", "at its end"])
-def test_a_full_disk_ends_the_save_alone_and_says_so_to_whoever_waits_for_it(tmp_path, monkeypatch, when):
+def test_full_disk_fails_only_the_save_and_wait_raises(tmp_path, monkeypatch, when):
     ours, theirs = model(torch.bfloat16), model(torch.bfloat16)
     engine, other = begin(ours, tmp_path / "ours", versions=2), begin(theirs, tmp_path / "theirs", versions=2)
     train(ours, engine, range(1))
@@ -293,7 +291,7 @@ def test_a_full_disk_ends_the_save_alone_and_says_so_to_whoever_waits_for_it(tmp
     other.close()
 
 
-def test_an_error_that_nobody_has_asked_for_is_the_next_save_s(tmp_path, monkeypatch):
+def test_unreported_save_error_is_raised_by_the_next_save(tmp_path, monkeypatch):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     monkeypatch.setattr(StateStore, "read_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "cannot read")))
@@ -316,7 +314,7 @@ def test_close_waits_for_the_save(tmp_path, lazy):
     saved.assert_whole()
 
 
-def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same(tmp_path, monkeypatch):
+def test_ctrl_c_in_close_stops_the_save_and_still_closes(tmp_path, monkeypatch):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "session", versions=2)
     entered, read = threading.Event(), StateStore.read_part
@@ -343,7 +341,7 @@ def test_ctrl_c_while_close_waits_leaves_the_save_undone_and_closes_all_the_same
     resume(model(torch.bfloat16), tmp_path / "session", versions=2)[0].close()
 
 
-def test_the_save_s_memory_is_one_small_buffer_which_the_ledger_has(tmp_path):
+def test_saves_use_one_small_buffer_recorded_in_the_ledger(tmp_path):
     ledger = Ledger()
     ours = model(torch.bfloat16)
     groups = [{"params": list(ours.parameters()), "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
@@ -361,7 +359,7 @@ def test_the_save_s_memory_is_one_small_buffer_which_the_ledger_has(tmp_path):
     engine.close()
 
 
-def test_a_step_s_bytes_are_those_of_a_step_without_a_save(tmp_path):
+def test_transferred_bytes_exclude_the_reads_of_a_save(tmp_path):
     moved = []
     for saves in (False, True):
         ours = model(torch.bfloat16)
@@ -377,7 +375,7 @@ def test_a_step_s_bytes_are_those_of_a_step_without_a_save(tmp_path):
     assert moved[1][1] == 0
 
 
-def test_a_model_without_trained_parameters_in_a_unit_is_saved(tmp_path, lazy):
+def test_model_with_a_fully_frozen_unit_is_saved(tmp_path, lazy):
     torch.manual_seed(0)
     ours = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
     for parameter in ours[0].parameters():

@@ -16,25 +16,25 @@ def run_of(system: str, arm: str, **changes) -> RunSpec:
 
 
 @pytest.mark.parametrize("name", system_names())
-def test_every_arm_is_described_and_every_description_is_an_arm(name):
+def test_described_arms_are_exactly_the_existing_arms(name):
     assert set(load_system(name).describe()["arms"]) == set(load_system(name).arms)
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
-def test_the_parts_of_every_arm_can_stand_together(name, arm):
+def test_parts_of_every_arm_are_compatible(name, arm):
     system = load_system(name, arm)
     enable_options(system.deepspeed_config(run_of(name, arm), SIZES, "/somewhere"), system.parts(arm))
 
 
 @pytest.mark.parametrize(("name", "arm"), ARMS)
-def test_every_arm_keeps_the_settings_without_which_a_twin_trains_wrongly(name, arm):
+def test_every_arm_keeps_the_settings_a_twin_needs(name, arm):
     zero = load_system(name).deepspeed_config(run_of(name, arm), SIZES, "/somewhere")["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == 0
     assert zero["memory_efficient_linear"] is False
     assert zero["offload_param"]["device"] in ("cpu", "none") or zero["offload_param"]["max_in_cpu"] == 0
 
 
-def test_arms_of_one_comparison_differ_in_parts_alone():
+def test_compared_arms_have_the_same_deepspeed_configuration():
     published, ours = (
         load_system(name).deepspeed_config(run_of(name, arm), SIZES, "/somewhere")
         for name, arm in (("zero_infinity", "as_published"), ("memascend", "memascend"))
@@ -47,7 +47,7 @@ def test_thresholds_shrink_with_the_square_of_the_divisor():
     assert scaled(3, 8) == 1
 
 
-def test_an_unknown_system_or_arm_names_the_known_ones():
+def test_error_for_unknown_system_or_arm_names_known_ones():
     with pytest.raises(ValueError, match="zero_infinity"):
         load_system("zero-infinity")
     with pytest.raises(ValueError, match="as_published"):

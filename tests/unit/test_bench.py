@@ -16,13 +16,13 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
-def test_spread_and_paired_ratios():
+def test_spread_gives_quartiles_and_ratios_are_paired():
     assert vars(spread([4.0, 1.0, 3.0, 2.0, 5.0])) == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert vars(spread([7.0])) == {"median": 7.0, "low": 7.0, "high": 7.0}
     assert ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]).median == 2.0  # ratios cancel whatever slows down a round
 
 
-def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
+def test_each_round_times_every_way_once_after_a_warmup():
     calls = []
     seconds = alternate({name: lambda name=name: calls.append(name) for name in "abc"}, 4)
     assert {name: len(taken) for name, taken in seconds.items()} == {"a": 4, "b": 4, "c": 4}
@@ -32,7 +32,7 @@ def test_rounds_time_every_way_once_after_a_call_that_is_not_timed():
         alternate({}, 0)
 
 
-def test_a_round_takes_every_group_with_its_ways_together():
+def test_each_round_runs_the_ways_of_a_group_together():
     calls = []
     groups = {g: {w: lambda g=g, w=w: calls.append((g, w)) for w in "ab"} for g in (1, 2, 3)}
     seconds = alternate_groups(groups, 5)
@@ -65,7 +65,7 @@ def test_overflow_records_every_reader_and_writes_the_same_json(capsys, tmp_path
 
 
 @pytest.mark.deepspeed
-def test_deepspeeds_check_is_its_own_and_leaves_no_process_group():
+def test_deepspeed_overflow_check_works_and_leaves_no_process_group():
     from memascend.integrations.deepspeed.stock_ops import stage3_check
 
     buffer = torch.zeros(1000)
@@ -82,14 +82,14 @@ def test_deepspeeds_check_is_its_own_and_leaves_no_process_group():
 
 
 @pytest.mark.deepspeed
-def test_overflow_sets_deepspeed_beside_the_others(capsys):
+def test_overflow_benchmark_includes_deepspeed(capsys):
     _, text, _ = run(capsys, "overflow", "--dtypes", "fp16", "--numels", "3000", "--repeats", "1", "--json")
     made = json.loads(text)
     assert made["missing"] == {}
     assert set(made["summary"][0]["times_faster_than"]) == OVERFLOW_WAYS - {"fused"} | {"deepspeed"}
 
 
-def test_overflow_without_deepspeed_says_so(capsys, monkeypatch):
+def test_overflow_without_deepspeed_reports_it_missing(capsys, monkeypatch):
     from memascend.bench import overflow
 
     monkeypatch.setattr(overflow, "_STOCK_OPS", "memascend.no_such_peers")
@@ -98,7 +98,7 @@ def test_overflow_without_deepspeed_says_so(capsys, monkeypatch):
 
 
 @pytest.mark.deepspeed
-def test_unscale_states_the_limit_and_what_torch_takes(capsys):
+def test_unscale_reports_its_limit_and_comparisons_with_torch(capsys):
     _, text, _ = run(capsys, "unscale", "--dtypes", "fp32,fp16", "--numels", "5000,7000", "--repeats", "2", "--json")
     made = json.loads(text)
     assert {(row["dtype"], row["numel"]) for row in made["summary"]} == {
@@ -115,7 +115,7 @@ def test_unscale_states_the_limit_and_what_torch_takes(capsys):
     }
 
 
-def test_adamw_states_the_limit_and_both_peers(capsys):
+def test_adamw_reports_its_limit_and_both_peers(capsys):
     _, text, _ = run(capsys, "adamw", "--numels", "4096", "--repeats", "1", "--json")
     made = json.loads(text)
     assert made["missing"] == {}
@@ -126,7 +126,7 @@ def test_adamw_states_the_limit_and_both_peers(capsys):
         assert row["limit_seconds"] == pytest.approx(4096 * per_element / row["limit_gb_s"] / 1e9)
 
 
-def test_adamw_without_deepspeed_says_so(capsys, monkeypatch):
+def test_adamw_without_deepspeed_reports_it_missing(capsys, monkeypatch):
     from memascend.bench import adamw
 
     monkeypatch.setattr(adamw, "_STOCK_OPS", "memascend.no_such_peers")
@@ -134,7 +134,7 @@ def test_adamw_without_deepspeed_says_so(capsys, monkeypatch):
     assert "without deepspeed: not installed" in text
 
 
-def test_pinned_compares_what_is_reserved(capsys):
+def test_pinned_reports_the_reserved_share_of_each_allocator(capsys):
     _, text, _ = run(capsys, "pinned", "--mib", "3", "--repeats", "1", "--json")
     shares = {row["method"]: row["reserved_share"] for row in json.loads(text)["summary"]}
     assert shares == {
@@ -144,7 +144,7 @@ def test_pinned_compares_what_is_reserved(capsys):
     }
 
 
-def test_pool_counts_by_the_code_of_a_run(capsys):
+def test_adaptive_pool_reserves_under_a_third_of_monolithic(capsys):
     _, text, _ = run(capsys, "pool", "--model", "llama3.2-1b", "--repeats", "1", "--json")
     taken = {row["method"]: row["reserved_bytes"] for row in json.loads(text)["summary"]}
     embedding = 128_256 * 2048 * 2
@@ -166,7 +166,7 @@ def test_pool_counts_by_the_code_of_a_run(capsys):
         (["nvm"], "'nvm' is unknown (did you mean nvme?)"),
     ],
 )
-def test_bad_input_is_one_line(capsys, arguments, says):
+def test_bad_input_is_refused_in_one_line(capsys, arguments, says):
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert says in err

@@ -36,7 +36,7 @@ def simulated(*policies, rate=1e9, prefetch=BLOCK / 2):
     )
 
 
-def test_one_policy_for_all_blocks_by_hand():
+def test_predicted_peak_and_time_match_manual_calculation():
     kept = simulated("keep", "keep", "keep")
     assert (kept.peak_bytes, kept.seconds, kept.offloaded_bytes) == (300, 18, 0)
     again = simulated("recompute", "recompute", "recompute")
@@ -47,7 +47,7 @@ def test_one_policy_for_all_blocks_by_hand():
     assert sent.seconds == pytest.approx(18)
 
 
-def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
+def test_predicted_mix_and_slow_drive_match_manual_calculation():
     mixed = simulated("offload", "recompute", "keep")
     assert mixed.seconds == pytest.approx(20)
     assert mixed.peak_bytes == pytest.approx(10 + BLOCK + BLOCK / 2)
@@ -59,7 +59,7 @@ def test_a_mix_by_hand_and_a_drive_that_holds_up_backward():
 
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 28])
-def test_the_mix_of_nobody_s_choice_names_every_block(layers):
+def test_default_mix_offloads_the_first_block_and_keeps_the_last(layers):
     policies = ActivationOptions(model="any", folder=Path(".")).policy(layers).per_block(layers, "")
     assert policies[0] == "offload"
     assert policies[-1] == "keep"
@@ -75,7 +75,7 @@ def test_the_mix_of_nobody_s_choice_names_every_block(layers):
         (["--model", "nothing"], "unknown model 'nothing'"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
+def test_bad_options_are_refused_in_one_line(options, said, tmp_path, capsys):
     assert main(["bench", "activations", "--folder", str(tmp_path), *options]) == 2
     out = capsys.readouterr().err.strip()
     assert said in out
@@ -83,7 +83,7 @@ def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_all_ways_have_the_same_gradients_and_what_is_sent_or_computed_again_is_not_in_memory(tmp_path, capsys):
+def test_all_ways_have_equal_gradients_and_predicted_memory_savings(tmp_path, capsys):
     model = tmp_path / "model.json"
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
     model.write_text(json.dumps({"model_type": "llama", "vocab_size": 512, "num_key_value_heads": 4} | sizes))

@@ -14,7 +14,7 @@ SMALL = ["--twin", "16", "--context", "16", "--repeats", "1", "--json"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", reflinks.KINDS)
-def test_states_are_shared_on_a_file_system_with_reflinks_and_written_where_that_is_asked_for(tmp_path, capsys, kind):
+def test_states_are_shared_through_reflinks_or_copied_on_request(tmp_path, capsys, kind):
     with reflinks.file_system_with_reflinks(tmp_path, kind) as folder:
         assert main(["bench", "checkpoints", "--folder", str(folder), *SMALL]) == 0
         assert [path.name for path in folder.iterdir() if path.name != "lost+found"] == []
@@ -27,6 +27,6 @@ def test_states_are_shared_on_a_file_system_with_reflinks_and_written_where_that
     assert shared["written_bytes"] < shared["shared_bytes"] < copied["written_bytes"] < 2 * shared["shared_bytes"]
 
 
-def test_a_folder_that_there_is_not_is_refused(tmp_path, capsys):
+def test_missing_folder_is_refused(tmp_path, capsys):
     assert main(["bench", "checkpoints", "--folder", str(tmp_path / "none")]) == 2
     assert "create it first" in capsys.readouterr().err

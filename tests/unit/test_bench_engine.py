@@ -29,7 +29,7 @@ from memascend.cli import main
         (["--model", "dit:2x100x12"], "--model dit:2x100x12 --twin 16: use a width divisible by the twin and 8 heads"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
+def test_bad_options_are_refused_in_one_line(options, said, tmp_path, capsys):
     assert main(["bench", "engine", "--folder", str(tmp_path), *options]) == 2
     out = capsys.readouterr().err.strip()
     assert said in out
@@ -37,14 +37,14 @@ def test_what_cannot_be_measured_is_one_line(options, said, tmp_path, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_missing_gpu_is_refused_in_one_line(tmp_path, capsys):
     assert main(["bench", "engine", "--folder", str(tmp_path), "--device", "cuda"]) == 2
     said = capsys.readouterr().err.strip()
     assert said.endswith("--device cuda: torch sees no GPU here; omit it to compute on the CPU")
     assert "\n" not in said
 
 
-def test_a_gpu_is_not_made_of_a_core_as_well(tmp_path, capsys, monkeypatch):
+def test_gpu_excludes_cores_path_rate_and_device_to_ssd(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     words = ["--folder", str(tmp_path), "--device", "cuda"]
     for more in (["--cores", "split"], ["--path-rate", "1000000"], ["--device-to-ssd", "2"]):
@@ -53,7 +53,7 @@ def test_a_gpu_is_not_made_of_a_core_as_well(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_both_ways_alike(tmp_path, capsys):
+def test_both_ways_train_alike_on_a_gpu(tmp_path, capsys):
     words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "16", "--contexts", "64", "--dtype", "bf16"]
     assert main(["bench", "engine", *words, "--device", "cuda", "--repeats", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def test_a_gpu_computes_both_ways_alike(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
+def test_single_core_cannot_be_split(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert main(["bench", "engine", "--folder", str(tmp_path), "--cores", "split"]) == 2
     said = capsys.readouterr().err.strip()
@@ -72,7 +72,7 @@ def test_one_core_is_not_split(tmp_path, capsys, monkeypatch):
     assert "\n" not in said
 
 
-def test_what_a_killed_benchmark_has_left_stands_in_no_other_s_way(tmp_path, monkeypatch):
+def test_leftovers_of_a_killed_benchmark_do_not_affect_another(tmp_path, monkeypatch):
     (tmp_path / "optimized").mkdir()
     folders = []
 
@@ -90,7 +90,7 @@ def test_what_a_killed_benchmark_has_left_stands_in_no_other_s_way(tmp_path, mon
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="products and all else have a core each")
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "memory"])
-def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
+def test_split_cores_run_only_streamed_updates_on_the_host_core(streamed):
     device, host = sorted(os.sched_getaffinity(0))[:2]
     at_work = {}
 
@@ -114,7 +114,7 @@ def test_split_cores_give_the_update_after_backward_to_the_host_s(streamed):
 
 
 @pytest.mark.slow  # runs a separate process
-def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
+def test_every_way_trains_alike_and_leaves_no_files(tmp_path, capsys):
     ways = "memory,optimized,naive,none,inputs,swapped"
     words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16,32"]
     assert main(["bench", "engine", *words, "--ways", ways, "--repeats", "2", "--json"]) == 0
@@ -132,7 +132,7 @@ def test_every_way_trains_alike_and_leaves_nothing(tmp_path, capsys):
     assert points[16, "none"]["written"][-1] > points[16, "optimized"]["written"][-1]
 
 
-def test_a_diffusion_transformer_streams_as_it_trains_in_memory(tmp_path):
+def test_diffusion_transformer_trains_alike_streamed_and_in_memory(tmp_path):
     options = engine.EngineBench(model="dit:2x64x8", folder=tmp_path, ways=("memory", "optimized"))
     with ExitStack() as ends:
         ways = [engine._Way(way, options, ends, measure=False) for way in options.ways]
@@ -144,7 +144,7 @@ def test_a_diffusion_transformer_streams_as_it_trains_in_memory(tmp_path):
 
 
 @pytest.mark.slow  # runs a separate process
-def test_on_an_ssd_of_known_speed_the_simulators_step_and_events_stand_beside(tmp_path, capsys):
+def test_known_ssd_rate_adds_predictions_and_traces_to_results(tmp_path, capsys):
     words = ["--folder", str(tmp_path), "--model", "llama3.2-1b", "--twin", "32", "--contexts", "16"]
     words += ["--dtype", "bf16", "--path-rate", "400000000", "--cores", "split", "--trace", "1"]
     assert main(["bench", "engine", *words, "--ways", "memory,naive,swap50", "--repeats", "1", "--json"]) == 0

@@ -12,7 +12,7 @@ from memascend.bench.nvme_sizes import SizeOptions
 from memascend.cli import main
 
 
-def test_without_fio_the_fix_is_named(tmp_path, monkeypatch, capsys):
+def test_missing_fio_error_names_the_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["bench", "nvme", "--folder", str(tmp_path)]) == 2
     assert "apt-get install fio" in capsys.readouterr().err
@@ -54,7 +54,7 @@ def test_a_small_run_compares_with_fio_and_deepnvme(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_buffers_are_registered_unless_that_is_asked_for(tmp_path, capsys, monkeypatch):
+def test_buffers_are_registered_unless_disabled(tmp_path, capsys, monkeypatch):
     registered = []
     monkeypatch.setattr(
         "memascend.storage.direct_engine.DirectEngine.register_buffer",
@@ -69,7 +69,7 @@ def test_buffers_are_registered_unless_that_is_asked_for(tmp_path, capsys, monke
     assert registered == [1 << 20]
 
 
-def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys):
+def test_oversized_or_invalid_options_are_refused(tmp_path, capsys):
     common = ["bench", "nvme", "--folder", str(tmp_path), "--questions"]
     assert main([*common, "sizes", "--bytes", str(1 << 60)]) == 2
     assert "are needed: use smaller sizes" in capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_what_does_not_fit_the_disk_or_is_not_known_is_refused(tmp_path, capsys)
     assert "unknown 'speed': use stream, sizes" in capsys.readouterr().err
 
 
-def test_sizes_alone_need_no_fio_and_their_repeats_end_with_the_budget(tmp_path, capsys, monkeypatch):
+def test_repeats_fit_the_budget_and_cached_transfers_are_refused(tmp_path, capsys, monkeypatch):
     options = SizeOptions(sizes=(1 << 20,), block_bytes=1 << 20, depth=4, repeats=5, budget_bytes=3 << 20)
     assert [options.rounds(size) for size in (1, 1 << 20, 2 << 20, 1 << 40)] == [5, 3, 1, 1]
     monkeypatch.setattr(nvme_target, "sectors", lambda path: 1)  # a disk that transfers nothing
@@ -88,7 +88,7 @@ def test_sizes_alone_need_no_fio_and_their_repeats_end_with_the_budget(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_folder_and_what_is_no_disk_are_said(tmp_path, capsys):
+def test_missing_folder_is_refused_and_tmpfs_is_noted(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "nowhere", tmp_path / "file"):
         assert main(["bench", "nvme", "--folder", str(path)]) == 2

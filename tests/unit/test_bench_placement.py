@@ -19,14 +19,14 @@ TINY = ["--model", "llama3.2-1b", "--twin", "32", "--context", "16", "--repeats"
         (["--model", "nothing"], "unknown model 'nothing'"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(options, said, capsys):
+def test_bad_options_are_refused_in_one_line(options, said, capsys):
     assert main(["bench", "placement", *TINY, *options]) == 2
     out = capsys.readouterr().err.strip()
     assert said in out
     assert "\n" not in out
 
 
-def test_every_way_has_the_same_bits_and_bytes_and_lies_on_the_nodes_that_it_names(capsys):
+def test_every_placement_keeps_the_same_bits_on_its_nodes(capsys):
     assert main(["bench", "placement", *TINY, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in result["summary"]}

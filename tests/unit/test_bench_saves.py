@@ -10,7 +10,7 @@ from memascend.cli import main
 
 
 @pytest.mark.slow
-def test_every_round_has_each_way_and_nothing_is_left_behind(tmp_path, capsys):
+def test_every_round_has_each_way_and_leaves_no_files(tmp_path, capsys):
     small = ["--twin", "32", "--context", "16", "--steps", "1", "--repeats", "2", "--json"]
     assert main(["bench", "saves", "--folder", str(tmp_path), *small]) == 0
     assert list(tmp_path.iterdir()) == []
@@ -24,6 +24,6 @@ def test_every_round_has_each_way_and_nothing_is_left_behind(tmp_path, capsys):
     assert 0 < background["stood_still_s"]["median"] <= background["save_s"]["median"]
 
 
-def test_a_folder_that_there_is_not_is_refused(tmp_path, capsys):
+def test_missing_folder_is_refused(tmp_path, capsys):
     assert main(["bench", "saves", "--folder", str(tmp_path / "none")]) == 2
     assert "create it first" in capsys.readouterr().err

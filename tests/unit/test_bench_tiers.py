@@ -30,14 +30,14 @@ def test_one_process_uses_both_paths_and_leaves_nothing_behind(tmp_path, capsys)
 
 
 @pytest.mark.slow
-def test_two_processes_take_turns_or_do_as_they_like(tmp_path, capsys):
+def test_two_processes_run_in_exclusive_and_free_mode(tmp_path, capsys):
     rows = bench(tmp_path, capsys, "1..2")["summary"]
     assert [(row["processes"], row["way"]) for row in rows] == [(1, "free"), (2, "exclusive"), (2, "free")]
     assert all(0 < row["fairness"] <= 1 for row in rows)
 
 
 @pytest.mark.slow
-def test_each_direction_alone_is_shared_by_processes(tmp_path, capsys):
+def test_each_direction_is_measured_alone_for_every_process_count(tmp_path, capsys):
     result = bench(tmp_path, capsys, "1,2", "--apart", "--simplex", "40,20")
     rows = {(row["processes"], row["direction"]): row for row in result["apart"]}
     assert set(rows) == {(1, "read"), (1, "write"), (2, "read"), (2, "write")}
@@ -57,7 +57,7 @@ def test_four_processes_share_two_paths_and_each_gets_its_bytes(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_sub_groups_leave_a_path_that_is_halved_in_the_middle(tmp_path, capsys):
+def test_sub_groups_move_away_from_a_path_halved_midway(tmp_path, capsys):
     result = bench(tmp_path, capsys, "1", "--simplex", "10,10", "10,10", "--halve", "3", groups=12)
     (row,) = result["halved"]
     assert row["path"] == result["paths"][0]
@@ -65,14 +65,14 @@ def test_sub_groups_leave_a_path_that_is_halved_in_the_middle(tmp_path, capsys):
     assert row["groups_of_first"][0] > row["groups_of_first"][-1] >= 3
 
 
-def test_paths_of_their_own_rates_have_shares_of_their_own(tmp_path, capsys):
+def test_predicted_time_for_unequal_paths_matches_the_formula(tmp_path, capsys):
     (row,) = bench(tmp_path, capsys, "1", "--predict", "--simplex", "200,200", "100,100", groups=12)["summary"]
     # includes filling and draining the pipeline
     assert row["share_of_formula"]["simplex"] == pytest.approx(1, rel=0.25)
     assert row["seconds"]["median"] >= 8 * 2 * (1 << 20) / 200e6
 
 
-def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_path, capsys):
+def test_simulated_processes_share_a_simplex_path_at_full_rate(tmp_path, capsys):
     rows = bench(tmp_path, capsys, "1,2", "--predict", "--simplex", "200,100")["summary"]
     assert [row["way"] for row in rows] == ["free", "exclusive", "free"]
     one, exclusive, free = (row["seconds"]["median"] for row in rows)
@@ -95,11 +95,11 @@ def test_the_simulator_gives_a_simplex_path_to_processes_at_its_whole_rate(tmp_p
         (["--simplex", "2,x"], "--simplex: "),
     ],
 )
-def test_what_cannot_be_played_is_refused(tmp_path, capsys, words, said):
+def test_invalid_option_combinations_are_refused(tmp_path, capsys, words, said):
     assert main(["bench", "tiers", "--tiers", str(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_what_is_no_folder_is_refused(tmp_path, capsys):
+def test_missing_folder_is_refused(tmp_path, capsys):
     assert main(["bench", "tiers", "--tiers", str(tmp_path / "none")]) == 2
     assert "create it first" in capsys.readouterr().err

@@ -37,7 +37,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_what_would_see_a_half_updated_model_is_refused_and_the_step_is_completed_as_ever(tmp_path, read):
+def test_half_updated_model_refuses_reads_and_completes_its_step(tmp_path, read):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run")
     for number, ids in enumerate(data):
@@ -53,7 +53,7 @@ def test_what_would_see_a_half_updated_model_is_refused_and_the_step_is_complete
 
 
 @pytest.mark.parametrize("options", [{"wait": True}, {"clip": 0.5}, {"accumulate": 2}], ids=str)
-def test_where_gradients_wait_all_of_them_see_the_last_completed_step(tmp_path, options):
+def test_reads_see_the_last_completed_step_while_gradients_wait(tmp_path, options):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", **options)
     passes = options.get("accumulate", 1)
@@ -84,7 +84,7 @@ def test_where_gradients_wait_all_of_them_see_the_last_completed_step(tmp_path, 
     session.close(), reference.close()
 
 
-def test_states_are_not_replaced_between_backward_and_step(tmp_path):
+def test_states_cannot_be_replaced_between_backward_and_step(tmp_path):
     ours, data = model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     loop(ours, optimizer, data[:1])
@@ -97,7 +97,7 @@ def test_states_are_not_replaced_between_backward_and_step(tmp_path):
     session.close()
 
 
-def test_after_an_error_in_the_loop_the_last_completed_step_is_saved(tmp_path):
+def test_interrupted_backward_leaves_the_last_completed_step_readable(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
@@ -115,7 +115,7 @@ def test_after_an_error_in_the_loop_the_last_completed_step_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"accumulate": 2}], ids=str)
-def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_is_completed(tmp_path, options):
+def test_unannounced_backward_pass_is_refused_before_a_step_completes(tmp_path, options):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", **options)
     passes = options.get("accumulate", 1)
@@ -145,7 +145,7 @@ def test_a_backward_pass_that_was_not_announced_is_refused_before_a_wrong_step_i
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(tmp_path, wait):
+def test_first_step_completes_after_a_refused_second_backward(tmp_path, wait):
     """The refused pass leaves nothing behind, not even the gradient with which it began."""
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", wait=wait)
@@ -161,7 +161,7 @@ def test_after_a_refused_second_backward_the_first_one_s_step_can_be_completed(t
     session.close()
 
 
-def test_what_the_options_ask_for_holds_where_the_call_does_not_name_it(tmp_path):
+def test_engine_options_hold_unless_the_call_overrides_them(tmp_path):
     session, _ = begin(model(), tmp_path / "run", options=EngineOptions(accumulate=3, clip=0.5), wait=True)
     assert (session.engine.options.accumulate, session.engine.options.clip, session.engine.options.wait) == (
         3,
@@ -171,7 +171,7 @@ def test_what_the_options_ask_for_holds_where_the_call_does_not_name_it(tmp_path
     session.close()
 
 
-def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
+def test_implicit_step_can_be_set_in_engine_options(tmp_path):
     ours, data = model(), batches(2)
     session, _ = begin(ours, tmp_path / "run", options=EngineOptions(implicit_step=True))
     for ids in data:
@@ -184,7 +184,7 @@ def test_the_option_of_a_loop_without_step_is_a_field_too(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ["two graphs", "one graph twice"])
-def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path, way, tied):
+def test_accumulated_passes_may_overlap_or_share_a_graph(tmp_path, way, tied):
     """The second backward pass still has what it needs of the modules outside the blocks."""
     ours, theirs, data = model(tied=tied), model(tied=tied), batches(4)
     session, optimizer = begin(ours, tmp_path / "run", accumulate=2)
@@ -201,7 +201,7 @@ def test_two_passes_of_a_step_may_begin_before_the_first_one_s_backward(tmp_path
 
 
 @pytest.mark.parametrize("end", ["step", "zero_grad"])
-def test_a_backward_pass_without_gradients_of_parameters_is_forgotten_with_its_step(tmp_path, end):
+def test_autograd_grad_pass_is_forgotten_with_its_step(tmp_path, end):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     torch.autograd.grad(ours(data[0]), [ours.norm.weight])
@@ -212,7 +212,7 @@ def test_a_backward_pass_without_gradients_of_parameters_is_forgotten_with_its_s
     session.close()
 
 
-def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_frozen_stays_as_it_is(tmp_path):
+def test_unfreezing_after_optimizer_creation_is_refused_and_freezing_is_respected(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
     for of in (ours, theirs):
         of.layers[1].requires_grad_(False)
@@ -232,7 +232,7 @@ def test_what_is_unfrozen_after_the_optimizer_was_made_is_refused_and_what_is_fr
     session.close()
 
 
-def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
+def test_graph_from_before_the_last_step_is_refused(tmp_path):
     """torch detects that the weights were changed in place."""
     ours, data = model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
@@ -248,7 +248,7 @@ def test_a_graph_from_before_the_last_step_is_one_line(tmp_path):
     session.close()
 
 
-def test_a_part_s_graph_from_before_the_last_step_is_one_line(tmp_path):
+def test_block_graph_from_before_the_last_step_is_refused(tmp_path):
     ours, data = model(), batches(1)
     session, optimizer = begin(ours, tmp_path / "run")
     kept = ours.layers[0](torch.ones(1, 2, 32), scale=torch.tensor(0.5)).sum()
@@ -258,7 +258,7 @@ def test_a_part_s_graph_from_before_the_last_step_is_one_line(tmp_path):
     session.close()
 
 
-def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
+def test_graph_from_before_an_abandoned_step_is_refused(tmp_path):
     """Weights of modules outside the blocks are gone then; a zero_grad() before backward() gives nothing up."""
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
@@ -278,7 +278,7 @@ def test_a_graph_from_before_a_step_that_was_given_up_is_one_line(tmp_path):
     session.close()
 
 
-def test_settings_changed_between_backward_and_step_are_one_line_where_updates_had_begun(tmp_path):
+def test_settings_changed_after_updates_began_are_refused(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
@@ -296,7 +296,7 @@ def test_settings_changed_between_backward_and_step_are_one_line_where_updates_h
     session.close()
 
 
-def test_settings_changed_before_step_are_used_where_gradients_wait(tmp_path):
+def test_settings_changed_before_step_apply_while_gradients_wait(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     other = AdamW(theirs.parameters(), **SETTINGS)
@@ -311,7 +311,7 @@ def test_settings_changed_before_step_are_used_where_gradients_wait(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1e9}, {"accumulate": 2}], ids=str)
-def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
+def test_inference_mode_evaluates_like_the_model_in_memory(tmp_path, options):
     ours, theirs, data = model(), model(), batches(1)
     session, _ = begin(ours, tmp_path / "run", **options)
     with torch.inference_mode():
@@ -329,7 +329,7 @@ def test_evaluation_in_inference_mode_is_that_of_no_grad(tmp_path, options):
     ids=["grad", "jvp", "vmap"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its first jvp
-def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_path, transform):
+def test_functional_transforms_are_refused_and_leave_the_model_unchanged(tmp_path, transform):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     scale = torch.ones(())
@@ -347,7 +347,7 @@ def test_functional_transforms_are_one_line_and_leave_the_model_as_it_was(tmp_pa
     ],
     ids=["grad", "backward"],
 )
-def test_a_gradient_that_is_asked_of_one_parameter_is_refused_with_what_to_call(tmp_path, ask):
+def test_gradient_of_one_parameter_is_refused_with_an_alternative(tmp_path, ask):
     ours, data = model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     with pytest.raises(NotStreamable, match=r"streamed parameter \(layers\.0\..*\): call loss\.backward\(\)"):
@@ -358,7 +358,7 @@ def test_a_gradient_that_is_asked_of_one_parameter_is_refused_with_what_to_call(
 
 
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
-def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(tmp_path, arm):
+def test_activation_gradient_in_the_last_pass_ignores_accumulated_gradients(tmp_path, arm):
     """GradNorm does this, over the graph of the loss that the pass then goes through."""
     ours, theirs, data = model(), model(), batches(4)
     session, optimizer = begin(ours, tmp_path / "run", accumulate=2, options=EngineOptions(arm=arm))
@@ -379,7 +379,7 @@ def test_a_gradient_of_activations_in_the_last_pass_uses_no_sum_of_earlier_ones(
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"options": EngineOptions(zero_missing=True)}], ids=str)
-def test_a_gradient_of_activations_alone_is_no_pass_of_the_step(tmp_path, options):
+def test_gradient_of_activations_alone_does_not_count_as_pass(tmp_path, options):
     """Saliency maps and adversarial examples need this."""
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", **options)

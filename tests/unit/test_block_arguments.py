@@ -64,7 +64,7 @@ def rebuilt(value, change=lambda tensor: tensor + 1):
         (lambda t: Plain(inner=Plain(values=[{"x": t}])), lambda o: o.inner.values[0]["x"]),
     ],
 )
-def test_tensors_are_found_and_replaced_and_the_caller_s_object_stays(make, look):
+def test_tensors_are_replaced_without_changing_the_callers_object(make, look):
     tensor = torch.zeros(2)
     given = make(tensor)
     assert [each is tensor for each in tensors_in(given)] == [True]
@@ -75,7 +75,7 @@ def test_tensors_are_found_and_replaced_and_the_caller_s_object_stays(make, look
     assert look(given) is tensor
 
 
-def test_circles_and_objects_that_occur_twice_stay_so():
+def test_cycles_and_repeated_objects_are_preserved():
     given = Plain(value=torch.zeros(2))
     given.itself, given.twice = given, [given.value, given.value]
     again = rebuilt(given)
@@ -83,7 +83,7 @@ def test_circles_and_objects_that_occur_twice_stay_so():
     assert again.twice[0] is again.twice[1] is again.value
 
 
-def test_a_tensor_behind_a_circle_is_found():
+def test_tensor_behind_a_cycle_is_found():
     outer, inner = Plain(), Plain()
     outer.inner, inner.outer, outer.value = inner, outer, torch.zeros(2)
     again = rebuilt([inner, outer])
@@ -92,7 +92,7 @@ def test_a_tensor_behind_a_circle_is_found():
     assert again[1].value.tolist() == [1, 1]
 
 
-def test_objects_without_tensors_are_the_caller_s_own():
+def test_objects_without_tensors_are_passed_unchanged():
     module, lock = torch.nn.Linear(2, 2), Plain(name="lock")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for value in (module, optimizer, lock, Colour.RED, len, Plain, "text", Plain(weight=module.weight)):
@@ -100,7 +100,7 @@ def test_objects_without_tensors_are_the_caller_s_own():
     assert list(tensors_in([module, optimizer, Colour.RED])) == []
 
 
-def test_an_object_with_tensors_that_ends_by_itself_is_not_copied():
+def test_object_with_tensors_and_a_finalizer_is_refused():
     class Closing(Plain):
         def __del__(self):
             pass
@@ -110,7 +110,7 @@ def test_an_object_with_tensors_that_ends_by_itself_is_not_copied():
     Arguments((Closing(value=3),), {})
 
 
-def test_an_object_that_refuses_to_be_copied_is_named():
+def test_uncopyable_object_with_tensors_is_refused_by_type():
     class Single(Plain):
         def __copy__(self):
             raise RuntimeError("there is one of these")

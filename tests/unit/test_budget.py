@@ -31,27 +31,27 @@ MIB = 2**20
         (2**60 + 1, 2**60 + 1),
     ],
 )
-def test_amounts_are_bytes_with_binary_and_decimal_units(amount, nbytes):
+def test_amounts_accept_binary_and_decimal_units(amount, nbytes):
     assert parse_bytes(amount) == nbytes
 
 
 @pytest.mark.parametrize(
     "amount", ["24G", "GiB", "", "-1GiB", "1e3GiB", "24 gigs", "0", 0, -5, True, 1.5, None, "0.1B"]
 )
-def test_other_amounts_are_refused_with_the_key_and_an_example(amount):
+def test_invalid_amounts_are_refused_with_key_and_example(amount):
     with pytest.raises(ValueError, match=r"^host_memory: .* is not an amount of memory: write 24GiB, 24GB") as refused:
         parse_bytes(amount)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("amount", ["4", 64, "1000"])
-def test_a_few_bytes_without_a_unit_are_taken_for_a_forgotten_unit(amount):
+def test_tiny_amount_without_unit_suggests_a_forgotten_unit(amount):
     with pytest.raises(ValueError, match=rf"taken as bytes, which is too little to be meant: write {amount}GiB"):
         parse_bytes(amount)
 
 
 @given(st.integers(1024, 2**62))
-def test_whole_bytes_are_kept_to_the_byte(nbytes):
+def test_integer_byte_amounts_are_exact(nbytes):
     assert parse_bytes(nbytes) == nbytes
 
 
@@ -80,7 +80,7 @@ def test_a_machines_budget_is_divided_by_its_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator])
-def test_an_allocation_beyond_the_budget_names_owner_use_and_room_and_takes_nothing(make):
+def test_over_budget_allocation_is_refused_with_details_and_takes_nothing(make):
     ledger = Ledger(HostBudget(limit_bytes=4 * MIB))
     allocator = make(ledger, lock=False)
     kept = allocator.allocate(2 * MIB, torch.uint8, name="pool-0", owner="parameter_pool")
@@ -108,7 +108,7 @@ def test_an_allocation_beyond_the_budget_names_owner_use_and_room_and_takes_noth
     assert kept.numel() == 2 * MIB
 
 
-def test_what_is_freed_is_room_again():
+def test_freed_memory_returns_to_the_budget():
     ledger = Ledger(HostBudget(limit_bytes=MIB))
     allocator = PageAlignedPinnedAllocator(ledger, lock=False)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_what_is_freed_is_room_again():
     assert ledger.in_use() == {}
 
 
-def test_the_budget_counts_the_host_alone_and_only_what_lives():
+def test_budget_counts_only_live_host_memory():
     ledger = Ledger(HostBudget(limit_bytes=100))
     ledger.record("activations", "model", 10_000, role="device")
     ledger.record("before", "test", 10_000, born_s=0.0, died_s=1.0)
@@ -134,7 +134,7 @@ def test_the_budget_counts_the_host_alone_and_only_what_lives():
     assert len(ledger.entries()) == 4
 
 
-def test_a_plan_under_a_budget_is_refused_by_owner_too():
+def test_plan_over_budget_is_refused_naming_the_owner():
     ledger = Ledger(HostBudget(limit_bytes=MIB))
     with pytest.raises(HostBudgetExceeded, match=r"gradient_flat_buffer asks for 8192\.00 GiB"):
         CountingAllocator("page_aligned", ledger).allocate(2**43, torch.uint8, name="g", owner="gradient_flat_buffer")

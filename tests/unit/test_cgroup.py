@@ -27,7 +27,7 @@ def machine(root: Path, contents: dict[str, str], total_gib: int = 64, available
     return root
 
 
-def test_a_version_2_limit_is_the_tightest_on_the_way_up(tmp_path):
+def test_tightest_version_2_limit_among_the_ancestors_applies(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -41,7 +41,7 @@ def test_a_version_2_limit_is_the_tightest_on_the_way_up(tmp_path):
     assert memory.limited_by.file == root / "sys/fs/cgroup/user.slice/memory.max"
 
 
-def test_a_version_1_limit_beside_other_controllers(tmp_path):
+def test_version_1_limit_is_found_among_other_controllers(tmp_path):
     root = machine(
         tmp_path,
         {
@@ -55,7 +55,7 @@ def test_a_version_1_limit_beside_other_controllers(tmp_path):
     assert host_memory(root).limit_bytes == 8 * GIB
 
 
-def test_what_is_left_is_that_of_the_fullest_group_and_page_cache_is_room(tmp_path):
+def test_available_memory_follows_the_fullest_group_and_counts_page_cache(tmp_path):
     below, above = "sys/fs/cgroup/a/b", "sys/fs/cgroup/a"
     reclaimable = ("inactive_file", "active_file", "slab_reclaimable")
     root = machine(
@@ -74,7 +74,7 @@ def test_what_is_left_is_that_of_the_fullest_group_and_page_cache_is_room(tmp_pa
     assert (memory.available_bytes, memory.scarce_in.file) == (5 * GIB, root / above / "memory.max")
 
 
-def test_a_version_1_group_leaves_what_its_own_use_leaves(tmp_path):
+def test_version_1_availability_subtracts_the_groups_own_usage(tmp_path):
     group = "sys/fs/cgroup/memory/job"
     root = machine(
         tmp_path,
@@ -88,7 +88,7 @@ def test_a_version_1_group_leaves_what_its_own_use_leaves(tmp_path):
     assert host_memory(root).available_bytes == 4 * GIB
 
 
-def test_a_container_that_sees_its_own_group_as_the_top(tmp_path):
+def test_container_finds_its_own_group_mounted_at_the_top(tmp_path):
     """/proc/self/cgroup names the host's folder, but the mount shows that folder itself, at an unusual place."""
     mount = "35 31 0:32 /docker/abc /mnt/groups/memory ro shared:9 - cgroup cgroup rw,memory\n"
     root = machine(
@@ -103,7 +103,7 @@ def test_a_container_that_sees_its_own_group_as_the_top(tmp_path):
     assert [g.file for g in memory_groups(root)] == [root / "mnt/groups/memory/memory.limit_in_bytes"]
 
 
-def test_a_process_outside_of_its_namespace_is_held_to_the_mounted_group(tmp_path):
+def test_process_outside_its_namespace_gets_the_mounted_groups_limit(tmp_path):
     root = machine(
         tmp_path,
         {"proc/self/cgroup": "0::/../../other\n", "sys/fs/cgroup/memory.max": str(4 * GIB)},
@@ -111,7 +111,7 @@ def test_a_process_outside_of_its_namespace_is_held_to_the_mounted_group(tmp_pat
     assert host_memory(root).limit_bytes == 4 * GIB
 
 
-def test_a_limit_beyond_the_ram_or_none_is_the_ram(tmp_path):
+def test_missing_or_larger_limit_falls_back_to_the_ram(tmp_path):
     root = machine(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": str(128 * GIB)})
     memory = host_memory(root)
     assert (memory.limit_bytes, memory.limited_by) == (64 * GIB, None)
@@ -119,12 +119,12 @@ def test_a_limit_beyond_the_ram_or_none_is_the_ram(tmp_path):
     assert memory_groups(machine(tmp_path / "none", {})) == []
 
 
-def test_a_machine_without_meminfo_is_one_clear_line(tmp_path):
+def test_missing_meminfo_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot read MemTotal"):
         ram_bytes(tmp_path)
 
 
-def test_a_training_that_its_group_cannot_hold_is_refused_before_the_start(tmp_path, monkeypatch):
+def test_training_beyond_its_control_group_is_refused(tmp_path, monkeypatch):
     root = machine(
         tmp_path,
         {
@@ -180,7 +180,7 @@ def group():
     ("steps", "held", "words"),
     [("512", "0", "MiB that"), ("192,192", "1", "leaves now"), (",".join(["48"] * 8), None, "leaves now")],
 )
-def test_beyond_a_real_groups_limit_there_is_an_error_and_no_killing(group, steps, held, words):
+def test_allocation_beyond_a_real_group_limit_raises_without_a_kill(group, steps, held, words):
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATE_UNDER_A_LIMIT, str(group), steps],
         capture_output=True,

@@ -9,7 +9,7 @@ from memascend.storage.errors import StorageError
 from tests.unit.test_in_place_update import begin, contents, model, resume, train
 
 
-def test_a_tensor_that_rotted_between_two_processes_is_named_when_it_is_first_read(tmp_path):
+def test_corrupted_tensor_is_named_on_its_first_read(tmp_path):
     store = StateStore.create(tmp_path / "states", "test", StoreSpace([4096, 4096]))
     values = torch.arange(1024, dtype=torch.float32)
     for key in ("good", "rotten"):
@@ -30,7 +30,7 @@ def test_a_tensor_that_rotted_between_two_processes_is_named_when_it_is_first_re
     store.close()
 
 
-def test_after_the_first_step_that_read_everything_nothing_is_compared_and_the_bits_are_the_same(tmp_path):
+def test_comparison_ends_after_a_full_read_and_bits_stay_equal(tmp_path):
     whole, ours = model(), model()
     first, other = begin(whole, tmp_path / "whole", versions=2), begin(ours, tmp_path / "ours", versions=2)
     assert first.state_store._tier.engine.config.checksums == "write"

@@ -25,7 +25,7 @@ def record(folder, seconds, name="r"):
         ([9.0], "a single value"),
     ],
 )
-def test_two_sets_of_results_are_told_apart_by_their_quartiles(tmp_path, capsys, other, verdict):
+def test_results_are_compared_by_their_quartiles(tmp_path, capsys, other, verdict):
     record(tmp_path / "a", [1.0, 1.1, 1.2, 1.3, 1.4])
     record(tmp_path / "b", other)
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
@@ -41,7 +41,7 @@ def streams(folder, name, engine, **settings):
     (folder / f"{name}.json").write_text(json.dumps(record))
 
 
-def test_benches_of_a_fixed_time_are_compared_by_their_rates(tmp_path, capsys):
+def test_fixed_time_benchmarks_are_compared_by_rate(tmp_path, capsys):
     streams(tmp_path / "a", "one", [3.8e9, 3.9e9], target="file", depth=16)
     streams(tmp_path / "b", "one", [2.0e9, 2.1e9], target="loop", depth=16)
     command = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
@@ -62,7 +62,7 @@ def test_benches_of_a_fixed_time_are_compared_by_their_rates(tmp_path, capsys):
     assert "a_s" not in found
 
 
-def test_benches_with_registered_buffers_are_not_compared_with_those_without(tmp_path, capsys):
+def test_registered_and_unregistered_benchmarks_are_compared_separately(tmp_path, capsys):
     for folder, rates in (("a", (3.8e9, 2.8e9)), ("b", (3.7e9, 2.7e9))):
         for registered, rate in zip((True, False), rates, strict=True):
             streams(tmp_path / folder, str(registered), [rate], registered=registered)
@@ -86,7 +86,7 @@ def test_claims_that_change_their_verdict_are_named(tmp_path, capsys):
     assert "y (modelled): A reproduced (1), B reproduced (2)" in capsys.readouterr().out
 
 
-def test_a_claim_in_two_tables_of_one_folder_is_told(tmp_path, capsys):
+def test_claim_in_two_tables_of_one_folder_is_noted(tmp_path, capsys):
     header = "claim_id,lane,verdict,value\n"
     for name, verdict in (
         ("a/claims.csv", "reproduced"),
@@ -150,7 +150,7 @@ def test_two_artifacts_are_compared_by_their_records_and_claims(tmp_path, capsys
         ("other", "r/r.json", "have no measurement in common"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(tmp_path, capsys, a, b, said):
+def test_incomparable_inputs_are_refused_in_one_line(tmp_path, capsys, a, b, said):
     event = Event(name="forward", phase="forward", resource="main", begin_s=0.0, end_s=1.0)
     write_trace(tmp_path / "t.json", [event], lane="measured", source="here", system="x", arm="y")
     record(tmp_path / "r", [1.0])
@@ -162,7 +162,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, capsys, a, b, said):
     assert error.count("\n") == 1
 
 
-def test_a_measurement_in_two_records_of_a_folder_is_said(tmp_path, capsys):
+def test_measurement_in_two_records_of_one_folder_is_noted(tmp_path, capsys):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         for name, seconds in (("first", [1.0]), ("second", [2.0])):
@@ -174,7 +174,7 @@ def test_a_measurement_in_two_records_of_a_folder_is_said(tmp_path, capsys):
     assert "A 2 [2, 2] s" in said.out
 
 
-def test_artifacts_of_two_profiles_are_compared_and_that_is_said(tmp_path, capsys):
+def test_profile_difference_between_artifacts_is_noted(tmp_path, capsys):
     for name, profile in (("a", "smoke"), ("b", "paper")):
         made = json.dumps({"version": "1.0", "profile": profile})
         artifact(tmp_path / f"{name}.zip", {"tables/claims.csv": CLAIMS, "artifact.json": made})
@@ -200,7 +200,7 @@ CLAIMS = "claim_id,lane,verdict,value\nx,modelled,deviates,1\n"
         ({"records__\x1b[2K.json": "{}"}, r"root/records/\x1b[2K.json holds control characters"),
     ],
 )
-def test_an_artifact_that_was_changed_is_not_compared(tmp_path, capsys, later, said):
+def test_modified_artifact_is_not_compared(tmp_path, capsys, later, said):
     files = {"tables/claims.csv": CLAIMS, "README.md": "read", "claims.json": "{}"}
     artifact(tmp_path / "a.zip", files)
     artifact(tmp_path / "b.zip", files, **later)
@@ -213,7 +213,7 @@ def test_an_artifact_that_was_changed_is_not_compared(tmp_path, capsys, later, s
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1.0", "true", "Infinity", "1" + "0" * 308, "1" + "0" * 400])
-def test_what_is_no_time_is_named_and_not_compared(tmp_path, capsys, value):
+def test_invalid_times_are_reported_and_not_compared(tmp_path, capsys, value):
     record(tmp_path / "a", [1.0] * 5)
     (tmp_path / "b.json").write_text(f'{{"run_id": "r", "points": [{{"arm": "one", "forward_s": [1.0, {value}]}}]}}')
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b.json")]) == 2
@@ -239,7 +239,7 @@ def test_names_in_an_artifact_cannot_steer_a_terminal(tmp_path, capsys):
     assert r"\x1b[2Kx (modelled): A deviates (1), B reproduced (1)" in said
 
 
-def test_settings_that_a_bench_of_one_run_found_otherwise_are_noted(tmp_path, capsys):
+def test_differing_settings_of_single_run_benchmarks_are_noted(tmp_path, capsys):
     for name, target in (("a", "loop"), ("b", "file")):
         record = {"run_id": "r", "benchmark": "nvme", "target": target, "commit": name, "conditions": {"threads": 2}}
         record["options"] = {"contexts": [96 if name == "a" else 128], "folder": name}
@@ -251,7 +251,7 @@ def test_settings_that_a_bench_of_one_run_found_otherwise_are_noted(tmp_path, ca
     ]
 
 
-def test_what_is_no_file_in_a_folder_of_records_is_left_out(tmp_path, capsys):
+def test_folder_entries_that_are_not_files_are_ignored(tmp_path, capsys):
     record(tmp_path / "a", [1.0])
     os.mkfifo(tmp_path / "a/x.json")
     (tmp_path / "a/y.json").mkdir()
@@ -259,7 +259,7 @@ def test_what_is_no_file_in_a_folder_of_records_is_left_out(tmp_path, capsys):
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
 
 
-def test_a_damaged_byte_of_an_artifact_is_a_short_line(tmp_path, capsys):
+def test_damaged_artifact_gives_a_short_error(tmp_path, capsys):
     artifact(tmp_path / "a.zip", {"tables/claims.csv": CLAIMS, "records/long.json": "x" * 10_000})
     whole = bytearray((tmp_path / "a.zip").read_bytes())
     whole[27] = 0x20  # the high byte of the first name's length
@@ -268,14 +268,14 @@ def test_a_damaged_byte_of_an_artifact_is_a_short_line(tmp_path, capsys):
     assert len(capsys.readouterr().err) < 500
 
 
-def test_a_ratio_that_is_no_number_is_left_out(tmp_path, capsys):
+def test_non_finite_ratio_is_left_out(tmp_path, capsys):
     for name, seconds in (("a", 5e-324), ("b", 1e18)):
         record(tmp_path / name, [seconds] * 5)
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["ratio"] is None
 
 
-def test_a_table_of_claims_that_begins_with_a_byte_order_mark_is_read(tmp_path, capsys):
+def test_claims_table_with_a_byte_order_mark_is_read(tmp_path, capsys):
     (tmp_path / "claims.csv").write_text(CLAIMS, encoding="utf-8-sig")
     assert cli.main(["compare", str(tmp_path / "claims.csv"), str(tmp_path / "claims.csv")]) == 0
     assert "1 equal" in capsys.readouterr().out

@@ -26,19 +26,19 @@ def made_for(monkeypatch, tmp_path):
     return made
 
 
-def test_ops_of_the_accelerator_are_there(made_for):
+def test_ops_built_for_the_accelerator_are_available(made_for):
     made_for(get_accelerator()._name)
     assert ops.not_compiled() == []
 
 
-def test_ops_of_another_accelerator_are_not(made_for):
+def test_ops_built_for_another_accelerator_are_not_available(made_for):
     made_for("another")
     assert ops.not_compiled() == ["async_io", "cpu_adam"]
     with pytest.raises(RuntimeError, match=r"async_io, cpu_adam are not compiled for .*; run: "):
         measured.require_compiled_ops()
 
 
-def test_ops_that_an_earlier_use_compiled_are_there(made_for, tmp_path):
+def test_ops_compiled_by_an_earlier_use_are_available(made_for, tmp_path):
     made_for("another")
     for name in ops.NEEDED:
         (tmp_path / name).mkdir()
@@ -46,7 +46,7 @@ def test_ops_that_an_earlier_use_compiled_are_there(made_for, tmp_path):
     assert ops.not_compiled() == []
 
 
-def test_the_folder_is_the_one_that_torch_uses(monkeypatch, tmp_path):
+def test_extension_folder_is_the_one_torch_uses(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
     assert not ops.kept("cpu_adam")
@@ -55,7 +55,7 @@ def test_the_folder_is_the_one_that_torch_uses(monkeypatch, tmp_path):
     assert ops.kept("cpu_adam")
 
 
-def test_the_lock_of_a_killed_compile_is_named_and_that_of_a_running_one_is_waited_for(made_for, tmp_path):
+def test_abandoned_compile_lock_is_refused_and_a_held_one_allowed(made_for, tmp_path):
     made_for("another")
     (tmp_path / "cpu_adam").mkdir()
     baton = FileBaton(str(tmp_path / "cpu_adam/lock"))
@@ -74,7 +74,7 @@ def test_the_lock_of_a_killed_compile_is_named_and_that_of_a_running_one_is_wait
     ("written", "read"),
     [("9.0a", "9.0"), ("8.0 9.0a+PTX", "8.0 9.0+PTX"), ("8.6;10.0f;12.0a", "8.6;10.0;12.0"), ("Hopper", "Hopper")],
 )
-def test_architectures_lose_their_letters(written, read):
+def test_architecture_suffix_letters_are_removed(written, read):
     environment = {"TORCH_CUDA_ARCH_LIST": written}
     ops.readable_architectures(environment)
     assert environment == {"TORCH_CUDA_ARCH_LIST": read}

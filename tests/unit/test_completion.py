@@ -69,7 +69,7 @@ def all_have_ended(engine):
         time.sleep(0.001)
 
 
-def test_what_has_ended_can_be_taken_without_a_thread_that_waits(at):
+def test_completed_requests_can_be_taken_without_a_waiting_thread(at):
     fd = at.engine.completion_fd
     assert not os.get_blocking(fd)
     assert not readable(fd)
@@ -117,7 +117,7 @@ def test_an_event_loop_chains_requests(at):
         assert bool((out == number).all())
 
 
-def test_outcomes_from_before_the_descriptor_was_asked_for_are_signalled(at):
+def test_descriptor_signals_outcomes_from_before_it_was_requested(at):
     at.write("t", torch.ones(10))
     all_have_ended(at.engine)
     assert readable(at.engine.completion_fd)
@@ -143,7 +143,7 @@ def test_a_failed_request_is_an_outcome_with_its_error(at, layer):
     assert (counted.requests, counted.failed) == (2, 2)
 
 
-def test_a_cancelled_request_ends_early_and_says_so(at, layer):
+def test_cancelled_request_ends_early_and_reports_cancellation(at, layer):
     layer.add("write", times=1, delay_us=200_000)
     at.write("first", torch.ones(100))  # keeps the only worker busy
     request = at.write("second", torch.ones(1 << 18))
@@ -159,7 +159,7 @@ def test_a_cancelled_request_ends_early_and_says_so(at, layer):
     assert at.engine.wait() == 1
 
 
-def test_a_time_limit_reports_nothing_and_waiting_again_is_right(at, layer):
+def test_wait_timeout_reports_no_outcome_and_waiting_again_works(at, layer):
     layer.add("write", times=1, delay_us=100_000)
     request = at.write("t", torch.ones(100))
     for named in (request, None):
@@ -168,7 +168,7 @@ def test_a_time_limit_reports_nothing_and_waiting_again_is_right(at, layer):
     assert at.engine.wait(request, timeout_s=60) == 1
 
 
-def test_both_count_the_same_things(at, layer):
+def test_both_engines_count_the_same_statistics(at, layer):
     layer.add("write", times=3, error=errno.EINTR)
     layer.add("write", times=2, at_most=4096)
     tensor = torch.arange(5 * BLOCK, dtype=torch.int32)
@@ -188,7 +188,7 @@ def test_both_count_the_same_things(at, layer):
 
 
 @pytest.mark.parametrize("kind", [Files, Direct])
-def test_a_thread_that_the_system_refuses_is_an_error(tmp_path, layer, kind):
+def test_thread_refused_by_the_system_raises_an_error(tmp_path, layer, kind):
     layer.add("thread", times=1, error=errno.EAGAIN)
     with pytest.raises(RuntimeError, match=r"refuses thread 1 of 1: .*raise the limit on threads"):
         kind(tmp_path, layer)

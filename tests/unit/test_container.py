@@ -40,14 +40,14 @@ def test_both_recipes_have_one_base_and_the_same_packages():
     assert debian_packages("Containerfile") == debian_packages("apptainer.def")
 
 
-def test_the_image_has_every_system_package_that_the_set_up_asks_for():
+def test_image_has_every_system_package_the_setup_needs():
     """Except for file systems that only root can mount, since the image's user is not root."""
     asked = set(" ".join(re.findall(r"(?:needed|useful)\+=\((.*?)\)", SETUP)).split())
     assert {"g++", "libaio-dev", "python3-dev"} <= asked
     assert asked - {"btrfs-progs", "chromium", "xfsprogs"} <= set(debian_packages("Containerfile"))
 
 
-def test_the_base_s_python_is_one_that_the_project_runs_on():
+def test_base_image_python_is_supported_by_the_project():
     """Debian bookworm has Python 3.11, which the recipes install as python3."""
     least = tomllib.loads(text("pyproject.toml"))["project"]["requires-python"]
     assert least.startswith(">=3.11,")
@@ -56,7 +56,7 @@ def test_the_base_s_python_is_one_that_the_project_runs_on():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_image_s_packages_come_by_the_set_up_and_for_a_stated_level(name):
+def test_recipe_installs_packages_through_setup_for_a_stated_level(name):
     """Constraint files and hashes thus apply in it too, and no line of the recipe installs an unpinned package."""
     said = text(name)
     assert "make setup" in said
@@ -67,7 +67,7 @@ def test_an_image_s_packages_come_by_the_set_up_and_for_a_stated_level(name):
     assert "LOCKED=1" in said
 
 
-def test_what_a_checkout_makes_stays_out_of_the_image_and_the_history_goes_in():
+def test_image_excludes_build_products_and_includes_history():
     ignored = text(".containerignore").split("\n")
     assert {".venv", ".cache", "results/raw", "results/derived", "nvme", "runs", "**/*.so"} <= set(ignored)
     assert not {".git", "results", "results/reference", "results/published"} & set(ignored)
@@ -76,7 +76,7 @@ def test_what_a_checkout_makes_stays_out_of_the_image_and_the_history_goes_in():
     assert {line for line in made if line not in of_tools and not line.endswith("*")} <= set(ignored)
 
 
-def test_the_how_to_names_the_files_and_the_level():
+def test_how_to_page_names_the_recipes_and_the_level():
     page = text("docs/how-to/run-in-a-container.md")
     (level,) = re.findall(r"^ARG CPU_LEVEL=(\S+)$", text("Containerfile"), re.M)
     assert level in page
@@ -119,12 +119,12 @@ def test_ops_are_compiled_for_the_level_whatever_processor_builds_them(
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler")
-def test_without_a_level_the_words_reach_the_compiler_as_they_are(tmp_path, monkeypatch):
+def test_without_a_level_compiler_arguments_are_unchanged(tmp_path, monkeypatch):
     monkeypatch.delenv("MEMASCEND_CPU_LEVEL", raising=False)
     assert "#define __AVX512__ " in macros(tmp_path, "-D__AVX512__")
 
 
-def test_a_level_that_is_none_ends_in_one_line(monkeypatch):
+def test_unknown_cpu_level_is_refused(monkeypatch):
     monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "haswell")
     with pytest.raises(
         SystemExit, match=r"MEMASCEND_CPU_LEVEL=haswell: not a level .* x86-64-v2, x86-64-v3, x86-64-v4"
@@ -132,7 +132,7 @@ def test_a_level_that_is_none_ends_in_one_line(monkeypatch):
         build_ops.level()
 
 
-def test_ops_of_another_level_are_built_again_and_those_of_this_one_are_not(tmp_path, monkeypatch):
+def test_only_ops_of_another_level_are_rebuilt(tmp_path, monkeypatch):
     mark = tmp_path / "MARK"
     monkeypatch.setattr(build_ops, "mark", lambda: mark)
     monkeypatch.setattr(build_ops, "works", lambda: None)

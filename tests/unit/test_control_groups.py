@@ -27,12 +27,12 @@ def second(tmp_path, monkeypatch):
     return root
 
 
-def test_version_2_is_taken_where_version_1_is_not_there(second):
+def test_version_2_is_used_where_version_1_is_missing(second):
     assert find_controller("io") == Controller("io", second, 2)
     assert find_controller("cpu") == Controller("cpu", second, 2)
 
 
-def test_version_1_is_taken_where_its_controller_is_mounted(second, tmp_path, monkeypatch):
+def test_version_1_is_used_where_its_controller_is_mounted(second, tmp_path, monkeypatch):
     monkeypatch.setattr(control_groups, "V1_ROOTS", tmp_path / "v1")
     (tmp_path / "v1" / "blkio").mkdir(parents=True)
     (tmp_path / "v1" / "blkio" / "blkio.throttle.read_bps_device").touch()
@@ -40,7 +40,7 @@ def test_version_1_is_taken_where_its_controller_is_mounted(second, tmp_path, mo
     assert find_controller("cpu").version == 2
 
 
-def test_neither_version_is_one_line(second, monkeypatch):
+def test_missing_controllers_or_privileges_are_refused(second, monkeypatch):
     (second / "cgroup.controllers").write_text("memory\n")
     with pytest.raises(CannotThrottleError, match=r"the kernel's io controller: neither .*blkio \(cgroup v1\) nor "):
         find_controller("io")
@@ -49,7 +49,7 @@ def test_neither_version_is_one_line(second, monkeypatch):
         find_controller("cpu")
 
 
-def test_limits_of_version_2_are_what_the_kernel_reads(second):
+def test_version_2_limits_are_written_in_kernel_format(second):
     io, cpu = find_controller("io"), find_controller("cpu")
     control_groups.limit_io(io, second, "7:3", 1e6, 0)
     assert (second / "io.max").read_text() == "7:3 rbps=1000000 wbps=max"
@@ -59,7 +59,7 @@ def test_limits_of_version_2_are_what_the_kernel_reads(second):
     assert (second / "cpu.max").read_text() == "max 10000"
 
 
-def test_bytes_of_version_2_are_the_device_s(second):
+def test_version_2_io_bytes_are_counted_per_device(second):
     (second / "io.stat").write_text(
         "8:0 rbytes=1 wbytes=2 rios=1 wios=1 dbytes=0 dios=0\n7:3 rbytes=40 wbytes=2\n7:4\n"
     )
@@ -68,7 +68,7 @@ def test_bytes_of_version_2_are_the_device_s(second):
     assert control_groups.io_bytes(find_controller("io"), second, "9:9") == 0
 
 
-def test_a_group_of_version_2_has_its_controller_enabled_and_one_within_is_the_same(second, tmp_path, monkeypatch):
+def test_version_2_group_enables_its_controller_and_is_reused_inside(second, tmp_path, monkeypatch):
     monkeypatch.setattr(control_groups, "_dissolve", lambda group, home: homes.append(home))
     homes = []
     (second / "user.slice").mkdir()
@@ -81,7 +81,7 @@ def test_a_group_of_version_2_has_its_controller_enabled_and_one_within_is_the_s
     assert homes == [second / "user.slice"]
 
 
-def test_a_hierarchy_that_cannot_be_written_is_one_line(second):
+def test_unwritable_hierarchy_is_refused(second):
     (second / "cgroup.subtree_control").unlink()
     with (
         pytest.raises(CannotThrottleError, match=r"cannot make the control group .*: No such file"),

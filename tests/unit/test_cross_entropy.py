@@ -54,7 +54,7 @@ def test_fp32_agrees_with_torch(reduction, bias, transform):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_as_near_to_the_truth_as_torch(dtype):
+def test_16_bit_results_are_as_accurate_as_torch(dtype):
     hidden, weight, bias, labels = operands(dtype)
     truth = loss_and_gradients(reference, hidden.double(), weight.double(), bias.double(), labels)
     expected = loss_and_gradients(reference, hidden, weight, bias, labels)
@@ -87,7 +87,7 @@ def test_chunks_of_any_size_give_the_same_loss():
     assert max(losses) - min(losses) <= 1e-6 * max(losses)
 
 
-def test_ignored_labels_have_no_gradient_and_any_value_may_mean_ignored():
+def test_ignored_labels_get_no_gradient_for_any_ignore_index():
     hidden, weight, bias, labels = operands(torch.float32)
     expected = loss_and_gradients(reference, hidden, weight, bias, labels)
     renamed = labels.masked_fill(labels == -100, 7 * VOCABULARY)
@@ -99,7 +99,7 @@ def test_ignored_labels_have_no_gradient_and_any_value_may_mean_ignored():
         assert relative_difference(a, b) <= 1e-6
 
 
-def test_no_label_that_counts_is_nan_as_in_torch_and_a_sum_of_zero():
+def test_without_counted_labels_mean_is_nan_and_sum_zero():
     hidden, weight, bias, labels = operands(torch.float32)
     nothing = torch.full_like(labels, -100)
     assert chunked_linear_cross_entropy(hidden, weight, nothing, bias).isnan()
@@ -118,7 +118,7 @@ def test_frozen_operands_get_no_gradient():
     assert weight.grad is not None
 
 
-def test_autocast_computes_the_products_in_its_type_and_keeps_fp32_gradients():
+def test_autocast_computes_in_its_type_and_keeps_fp32_gradients():
     hidden, weight, bias, labels = operands(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = loss_and_gradients(reference, hidden, weight, bias, labels)
@@ -127,7 +127,7 @@ def test_autocast_computes_the_products_in_its_type_and_keeps_fp32_gradients():
     assert {t.dtype for t in found} == {torch.float32}
 
 
-def test_logits_never_exist_as_a_whole():
+def test_full_logits_are_never_materialized():
     hidden, weight, labels = (
         torch.randn(512, 8),
         torch.randn(4096, 8, requires_grad=True),
@@ -162,7 +162,7 @@ def test_logits_never_exist_as_a_whole():
         ({"weight": torch.zeros(0)}, "must be gathered"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_invalid_arguments_are_refused(change, message):
     hidden, weight, bias, labels = operands(torch.float32)
     given = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change
     with pytest.raises(ValueError, match=message):
@@ -178,7 +178,7 @@ def test_a_label_outside_the_vocabulary_is_an_error():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_it_agrees_with_torch(dtype):
+def test_gpu_results_agree_with_torch(dtype):
     given = [None if t is None else t.cuda() for t in operands(dtype)]
     expected = loss_and_gradients(reference, *given)
     found = loss_and_gradients(chunked_linear_cross_entropy, *given, chunk_bytes=CHUNK_BYTES)

@@ -49,7 +49,7 @@ def plain_gradient():
 @pytest.mark.parametrize(
     ("manager", "swap"), [(saved_tensors_hooks, None), (saved_tensors_hooks, "all"), (TorchDispatchMode, "all")]
 )
-def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, manager, swap, number, method):
+def test_ctrl_c_leaves_training_and_other_models_intact(tmp_path, monkeypatch, manager, swap, number, method):
     ours, theirs, data = model(depth=2), model(depth=2), batches(4)
     plain = AdamW(theirs.parameters(), **SETTINGS)
     session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(swap=swap))
@@ -72,7 +72,7 @@ def test_a_training_goes_on_and_so_does_any_other_model(tmp_path, monkeypatch, m
 
 
 @pytest.mark.parametrize("method", ["__enter__", "__exit__"])
-def test_activations_of_a_model_outside_stay_in_memory(tmp_path, monkeypatch, method):
+def test_ctrl_c_leaves_no_offloading_hooks_behind(tmp_path, monkeypatch, method):
     """The cache is closed by then, and would refuse them."""
     alone = plain_gradient()
     interrupt(monkeypatch, saved_tensors_hooks, method, 0)
@@ -93,7 +93,7 @@ def offloaded_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [offloaded_in_the_cache, offloaded_checkpoints])
-def test_ctrl_c_arrives_while_a_graph_is_let_go_of(tmp_path, kind):
+def test_ctrl_c_arrives_while_a_graph_is_freed(tmp_path, kind):
     """C++ frees a graph between the nodes of a backward pass. A `__del__` of ours would be the first Python code to see
     the interrupt, and Python ignores what a `__del__` raises."""
     context, loss_of = kind(tmp_path)

@@ -43,7 +43,7 @@ def gib(shares):
     return {node: round(nbytes / GIB, 1) for node, nbytes in shares.items()}
 
 
-def test_algorithm_1_is_the_printed_one():
+def test_algorithm_1_matches_the_paper():
     assert algorithm_1(10, 100, 2, {1: [4, 4], 2: [4], 3: [1], 4: [1]}) == {
         "level_1_item_0": Published(PURE_LOCAL, (1, 0, 0)),
         "level_1_item_1": Published(PURE_LOCAL, (1, 0, 0)),
@@ -53,7 +53,7 @@ def test_algorithm_1_is_the_printed_one():
     }
 
 
-def test_as_printed_an_item_stays_local_while_it_fits_whatever_its_level():
+def test_published_algorithm_keeps_items_local_while_they_fit():
     """X4: the text of scenarios 1 and 2 has bf16 P on the card; the algorithm leaves the 7B model's in DRAM."""
     printed, text = allocation(ONE, AS_PUBLISHED), allocation(ONE, AS_TEXT)
     assert gib(printed["bf16 P"]) == {0: 14.2}
@@ -62,7 +62,7 @@ def test_as_printed_an_item_stays_local_while_it_fits_whatever_its_level():
     assert {name for name, shares in text.items() if set(shares) == {0}} == {"fp32 P", "fp32 G", "fp32 O"}
 
 
-def test_as_printed_an_even_split_goes_beyond_what_is_left_of_dram():
+def test_published_even_split_exceeds_the_dram_that_is_left():
     """X5: 12B, one card: 36.7 GiB are left, the even split takes 45.6, so that 136.9 of 128 GiB are allocated."""
     p = NEMO_12B
     placed, beyond = carried_out([128 * GIB, 512 * GIB], {1: [4 * p, 4 * p, 8 * p]})
@@ -70,7 +70,7 @@ def test_as_printed_an_even_split_goes_beyond_what_is_left_of_dram():
     assert [(each.node, round(each.given / GIB, 1)) for each in beyond] == [(0, 136.9)]
 
 
-def test_as_printed_dram_counts_as_full_after_a_split_and_the_capacity_of_cards_is_not_looked_at():
+def test_published_split_leaves_dram_unused_and_card_capacity_is_ignored():
     placed, beyond = carried_out([128 * GIB, 256 * GIB, 256 * GIB], {1: [4 * NEMO_12B, 4 * NEMO_12B, 8 * NEMO_12B]})
     assert gib(placed["level_1_item_2"]) == {0: 30.4, 1: 30.4, 2: 30.4}  # of the 36.7 GiB that were left
     assert beyond == []
@@ -79,14 +79,14 @@ def test_as_printed_dram_counts_as_full_after_a_split_and_the_capacity_of_cards_
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.exhibit)
-def test_the_default_keeps_every_byte_and_every_capacity(scenario):
+def test_default_keeps_every_byte_within_every_capacity(scenario):
     for algorithm in (OURS, AS_TEXT):
         placed = allocation(scenario, algorithm)
         assert {name: sum(shares.values()) for name, shares in placed.items()} == scenario.published_items()
         assert overfull(scenario, placed) == {}
 
 
-def test_the_default_fills_dram_with_states_and_divides_the_rest_by_bandwidth():
+def test_default_fills_dram_with_states_and_splits_by_bandwidth():
     placed = allocation(TIGHT, OURS)
     assert gib(placed["fp32 P"]) == {0: 45.6}
     # Momentum is whole in DRAM, and 120 / (120 + 27 + 27) of the variance (bandwidths in GB/s); gradients get the rest.
@@ -98,7 +98,7 @@ def test_the_default_fills_dram_with_states_and_divides_the_rest_by_bandwidth():
     assert used == [pytest.approx(128, abs=0.01), pytest.approx(121.7, abs=0.1)]
 
 
-def test_two_cards_of_one_rate_share_alike():
+def test_two_equal_cards_share_equally():
     for name in ("bf16 A", "bf16 G"):
         shares = allocation(TWO, AS_TEXT)[name]
         assert abs(shares[1] - shares[2]) <= 1
@@ -111,7 +111,7 @@ def booked(**sizes):
     return ledger.entries()
 
 
-def test_a_plan_never_puts_more_on_a_node_than_it_has():
+def test_plan_never_exceeds_the_capacity_of_a_node():
     entries = booked(master_weights=3, parameter_flat_buffer=2, process=1.5)
     made = place(entries, topology_of(NODES), "latency_first")
     assert made.fits
@@ -121,7 +121,7 @@ def test_a_plan_never_puts_more_on_a_node_than_it_has():
     assert made.used(0) <= 4 * GIB
 
 
-def test_kept_gradients_are_of_the_first_level_and_arriving_ones_of_the_last():
+def test_kept_gradients_go_to_dram_and_arriving_ones_to_cxl():
     entries = booked(gradient_flat_buffer=3, parameter_flat_buffer=4)
     kept = place(entries, topology_of(NODES), "latency_first", host_gradients=True)
     assert (set(kept.placed), gib(kept.placed["gradients"])) == ({"gradients", WEIGHTS}, {0: 3.0})
@@ -129,7 +129,7 @@ def test_kept_gradients_are_of_the_first_level_and_arriving_ones_of_the_last():
     assert gib(arriving.placed["arriving_gradients"]) == {1: 3.0}
 
 
-def test_a_plan_for_this_machine_takes_its_memory_nodes(capsys, monkeypatch):
+def test_local_plan_uses_this_machines_memory_nodes(capsys, monkeypatch):
     nodes = [
         Node(number=0, cpus="0-1", total_bytes=200 * GIB, available_bytes=GIB, distances={0: 10}),
         Node(number=2, total_bytes=300 * GIB, available_bytes=GIB, distances={2: 10}, bandwidth_bytes_per_s=3e10),
@@ -145,7 +145,7 @@ def test_a_plan_for_this_machine_takes_its_memory_nodes(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["memory_nodes"] is None
 
 
-def test_a_plan_that_a_policy_cannot_hold_says_so():
+def test_plan_reports_when_a_policy_does_not_fit():
     too_much = place(booked(master_weights=14), topology_of(NODES), None)
     assert not too_much.fits
     assert "14.00 GiB of tensors, and nodes 0, 1 have 12.00 GiB" in too_much.refused
@@ -165,7 +165,7 @@ def test_a_plan_that_a_policy_cannot_hold_says_so():
         ([{"kind": "dram", "memory_gib": -1}], "memory_nodes.0.memory_gib must be a positive number"),
     ],
 )
-def test_a_node_that_is_badly_described_is_one_line(nodes, words):
+def test_invalid_node_description_is_refused(nodes, words):
     with pytest.raises(ValueError, match=r"^testbed: ") as refused:
         topology_of({"memory_nodes": nodes})
     assert words in str(refused.value)
@@ -184,7 +184,7 @@ PREPARED = {"context": 64, "largest_tensor": 1000, "parameters": 10_000, "pool_b
         ("baseline", "process_interleave", None, "process_interleave"),
     ],
 )
-def test_every_arm_trains_under_its_placement(arm, given, section, process):
+def test_every_arm_configures_its_placement(arm, given, section, process):
     config = TrainConfig(model="m", data=["d"], system="cxl", arm=arm, placement=given)
     systems.check(config)
     settings = systems.setup(config, PREPARED, "r", "/somewhere").settings
@@ -201,13 +201,13 @@ def test_every_arm_trains_under_its_placement(arm, given, section, process):
         ("lohan", None, "plans states in host memory, and these are on the SSD"),
     ],
 )
-def test_a_placement_that_cannot_be_followed_is_refused(system, arm, words):
+def test_unsupported_placement_is_refused(system, arm, words):
     config = TrainConfig(model="m", data=["d"], system=system, arm=arm, placement="latency_first")
     with pytest.raises(ValueError, match=words):
         systems.check(config)
 
 
-def test_plan_says_what_goes_on_which_node(capsys):
+def test_plan_lists_the_contents_of_every_node(capsys):
     arguments = ["plan", "--model", "qwen2.5-7b", "--system", "cxl", "--gradients", "bf16", "--testbed", "cxl-a"]
     assert cli.main([*arguments, "--context", "32768", "--batch", "4"]) == 0
     text = capsys.readouterr().out

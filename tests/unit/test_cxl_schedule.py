@@ -33,14 +33,14 @@ def test_interleaving_makes_adamw_wait_for_the_card():
     assert naive / local == pytest.approx(DRAM / CARD / 2, rel=0.01)
 
 
-def test_latency_first_keeps_the_optimizer_in_dram_where_it_has_room():
+def test_latency_first_keeps_the_optimizer_in_dram_if_it_fits():
     small = phases("cxl_aware", model="llama3.2-1b")
     assert small["optimizer"].seconds == pytest.approx(
         phases("baseline", model="llama3.2-1b")["optimizer"].seconds, rel=0.01
     )
 
 
-def test_aware_allocation_is_never_behind_interleaving_and_near_local_memory():
+def test_cxl_aware_allocation_beats_interleaving_and_nears_local_memory():
     """Fig. 13, single card: 97 to 99 % of DRAM alone for 7B; naive falls to 76 % at worst (held out)."""
     local = simulated("baseline").tokens_per_second
     aware, naive = (simulated(arm).tokens_per_second / local for arm in ("cxl_aware", "naive"))
