@@ -12,7 +12,7 @@ from memascend.engine import errors
 from memascend.planner import Workload, model_spec, plan_result
 
 
-def test_a_system_may_still_say_chooses_fates():
+def test_planned_system_still_accepts_chooses_fates():
     with pytest.warns(FutureWarning, match=r"chooses_fates.* is now chooses_policies.* removed in 2\.0"):
         old = PlannedSystem(name="mine", arms={}, buffers=print, chooses_fates=True)
     assert old.chooses_policies
@@ -29,7 +29,7 @@ class OfTheUser(PlannedSystem):
         object.__setattr__(self, "made", True)
 
 
-def test_a_system_of_the_user_s_may_have_the_former_name_and_its_own_post_init():
+def test_system_subclass_may_use_old_field_and_own_post_init():
     mine = OfTheUser(name="mine", arms={}, buffers=print)
     assert mine.made
     with pytest.warns(FutureWarning, match="chooses_fates of a system is now chooses_policies"):
@@ -40,13 +40,13 @@ def test_a_system_of_the_user_s_may_have_the_former_name_and_its_own_post_init()
         assert not plan_result._chooses_policies(PlannedSystem(name="m", arms={}, buffers=print))
 
 
-def test_a_workload_still_has_its_fates():
+def test_workload_still_has_fates_attribute():
     work = Workload(spec=model_spec("llama3.2-1b"), system="ssdtrain", activation_policies=("keep",))
     with pytest.warns(FutureWarning, match="Workload.fates is now Workload.activation_policies"):
         assert work.fates == ("keep",)
 
 
-def test_torn_states_is_still_the_name_of_an_interrupted_update(monkeypatch):
+def test_torn_states_still_names_interrupted_update(monkeypatch):
     monkeypatch.delitem(vars(memascend), "TornStates", raising=False)  # an earlier test may have looked it up
     with pytest.warns(FutureWarning, match=r"memascend\.TornStates is now memascend\.InterruptedUpdate") as found:
         from memascend import TornStates
@@ -59,7 +59,7 @@ def test_torn_states_is_still_the_name_of_an_interrupted_update(monkeypatch):
     ("module", "name", "now"),
     [("home", "TornStates", "InterruptedUpdate"), ("blocks", "NotStreamable", "NotStreamable")],
 )
-def test_errors_are_still_found_in_the_modules_that_had_them(module, name, now):
+def test_errors_are_still_importable_from_their_former_modules(module, name, now):
     old = importlib.import_module(f"memascend.engine.{module}")
     with pytest.warns(FutureWarning, match=rf"engine\.{module}\.{name} is now memascend\.engine\.errors\.{now}"):
         assert getattr(old, name) is getattr(errors, now)

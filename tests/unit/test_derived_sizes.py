@@ -25,7 +25,7 @@ EMBEDDING, BLOCK = (
 MODEL = [EMBEDDING, *(BLOCK * 28), 3_584, EMBEDDING]  # order and sizes of Qwen2.5-7B
 
 
-def test_a_sub_group_closes_as_soon_as_it_is_large_enough():
+def test_sub_group_closes_as_soon_as_it_is_large_enough():
     assert largest_sub_group([[4, 4, 4, 4]], 8) == 8
     assert largest_sub_group([[4, 7, 1]], 8) == 11
     assert largest_sub_group([[1, 1, 1], [100]], 1000) == 100
@@ -39,12 +39,12 @@ def test_no_sub_group_is_much_larger_than_the_largest_tensor(groups):
     assert largest_sub_group(groups, size) <= max(1.02 * largest, min(largest_sub_group(groups, 1), 2 * largest))
 
 
-def test_sub_groups_are_as_large_as_that_allows():
+def test_sub_groups_are_as_large_as_largest_tensor_allows():
     assert sub_group_size([[64, 64, 64]]) == 64
     assert sub_group_size([MODEL]) > 30_000_000
 
 
-def test_io_follows_the_machine_unless_the_user_said_how(tmp_path):
+def test_io_settings_follow_the_machine_unless_given(tmp_path):
     derived = io_settings({}, tmp_path)
     assert derived.block_bytes == 1 << 20
     assert 1 <= derived.queue_depth <= 32
@@ -53,24 +53,24 @@ def test_io_follows_the_machine_unless_the_user_said_how(tmp_path):
     assert (said.block_bytes, said.queue_depth, said.workers) == (1 << 18, 3, 5)
 
 
-def test_each_pipelined_direction_of_the_optimizer_takes_the_buffers_of_another_sub_group():
+def test_each_pipelined_direction_adds_one_sub_group_of_optimizer_buffers():
     assert optimizer_buffers({}) == 4
     assert optimizer_buffers({"pipeline_read": True}) == 8
     assert optimizer_buffers({"pipeline_read": True, "pipeline_write": True}) == 12
 
 
-def test_they_need_neither_torch_nor_deepspeed():
+def test_derived_sizes_need_neither_torch_nor_deepspeed():
     """The planner derives them where neither is installed."""
     program = "import sys, memascend.planner.derived_sizes; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_each_path_more_takes_rooms_for_a_read_and_a_write_more():
+def test_each_further_path_adds_two_cached_sub_groups():
     assert [cached_sub_groups_for(paths) for paths in (1, 2, 3)] == [3, 5, 7]
 
 
-def test_more_host_memory_holds_more_sub_groups_from_three_to_all():
+def test_more_host_memory_allows_more_cached_sub_groups():
     sizes = {"gradient_bytes": 1000, "buffer_bytes": 100, "sub_groups": 12, "swaps_gradients": False}
     held = [cached_sub_groups_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
     assert held == [3, 3, 5, 8, 12]

@@ -34,7 +34,7 @@ def loop(tmp_path):
     subprocess.run(["losetup", "-d", device], check=False)
 
 
-def test_an_empty_file_is_fine_once_it_is_called_by_its_path(tmp_path):
+def test_empty_file_is_formattable_once_confirmed_by_its_path(tmp_path):
     path = image(tmp_path)
     assert require_formattable(path, os.path.realpath(path)).kind == "file"
     with pytest.raises(DeviceRefused, match="confirm with its path: --serial"):
@@ -54,7 +54,7 @@ def test_every_known_signature_is_found(tmp_path, signature):
 
 
 @pytest.mark.parametrize("tool", ["mkfs.ext4 -q -F", "mkswap -q", "mkfs.xfs -q", "mkfs.btrfs -q", "mkfs.vfat"])
-def test_what_the_real_tools_write_is_refused(tmp_path, tool):
+def test_signatures_written_by_real_tools_are_refused(tmp_path, tool):
     if not shutil.which(tool.split()[0]):
         pytest.skip(f"{tool.split()[0]} is not installed")
     path = image(tmp_path, size=320 << 20)  # mkfs.xfs makes none below 300 MiB
@@ -67,7 +67,7 @@ def test_what_the_real_tools_write_is_refused(tmp_path, tool):
 
 @pytest.mark.parametrize("back", [1, 4096, 1 << 19])
 @pytest.mark.parametrize("end", ["head", "tail"])
-def test_data_of_unknown_kind_needs_a_word_of_its_own(tmp_path, end, back):
+def test_unknown_data_requires_discard_contents(tmp_path, end, back):
     path = image(tmp_path)
     with open(path, "r+b") as file:
         file.seek(back if end == "head" else -back, os.SEEK_SET if end == "head" else os.SEEK_END)
@@ -78,7 +78,7 @@ def test_data_of_unknown_kind_needs_a_word_of_its_own(tmp_path, end, back):
     assert require_formattable(path, word, discard_contents=True)
 
 
-def test_a_store_is_not_formatted_again_and_belongs_to_its_owner(tmp_path):
+def test_existing_store_keeps_its_owner_and_is_not_reformatted(tmp_path):
     path = image(tmp_path)
     _C.storage_format([path], "someone", [], 4096, 0)
     assert inspect(path).owner == "someone"
@@ -87,12 +87,12 @@ def test_a_store_is_not_formatted_again_and_belongs_to_its_owner(tmp_path):
         require_formattable(path, os.path.realpath(path), discard_contents=True)
 
 
-def test_what_holds_no_store_is_not_used(tmp_path):
+def test_file_without_a_store_is_not_usable(tmp_path):
     with pytest.raises(DeviceRefused, match="holds no store"):
         require_usable(image(tmp_path))
 
 
-def test_what_is_no_device_is_refused(tmp_path):
+def test_only_block_devices_and_regular_files_are_accepted(tmp_path):
     for path in (tmp_path, "/dev/null"):
         with pytest.raises(DeviceRefused, match="neither a block device nor a regular file"):
             inspect(path)
@@ -126,7 +126,7 @@ def fake_device(monkeypatch, tmp_path, loop, **files):
     monkeypatch.setattr(devices, "_read_or", read)
 
 
-def test_swap_and_raid_are_told_by_the_kernels_lists(loop, monkeypatch, tmp_path):
+def test_swap_raid_and_read_only_devices_are_recognised(loop, monkeypatch, tmp_path):
     name = os.path.basename(loop)
     fake_device(monkeypatch, tmp_path, loop, swaps=f"Filename Type Size\n{loop} partition 1 0 -2\n")
     assert any("swap" in problem for problem in inspect(loop).problems)
@@ -143,7 +143,7 @@ def test_a_swap_file_is_refused(tmp_path, monkeypatch):
         require_formattable(path, os.path.realpath(path))
 
 
-def test_a_loop_device_is_taken_and_the_file_behind_it_is_not(loop, tmp_path):
+def test_loop_device_is_accepted_but_its_backing_file_is_refused(loop, tmp_path):
     assert require_formattable(loop, loop).kind == "loop"
     with pytest.raises(DeviceRefused, match="is the file behind"):
         require_formattable(tmp_path / "backing", str(tmp_path / "backing"))
@@ -166,7 +166,7 @@ def test_a_mounted_loop_device_is_refused(loop, tmp_path):
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_device_that_the_kernel_has_claimed_is_refused(loop):
+def test_device_claimed_by_the_kernel_is_refused(loop):
     claimed = os.open(loop, os.O_RDONLY | os.O_EXCL)
     try:
         with pytest.raises(DeviceRefused, match="in use by the kernel"):
@@ -177,7 +177,7 @@ def test_a_device_that_the_kernel_has_claimed_is_refused(loop):
         os.close(claimed)
 
 
-def test_two_engines_share_a_loop_device_and_the_kernel_keeps_others_out(loop, tmp_path):
+def test_two_engines_share_a_loop_device_and_others_are_excluded(loop, tmp_path):
     require_formattable(loop, loop)
     _C.storage_format([loop], "tests", [], 4096, 0)
     config = DirectEngineConfig(control_folder=str(tmp_path))
@@ -196,7 +196,7 @@ def test_two_engines_share_a_loop_device_and_the_kernel_keeps_others_out(loop, t
         assert engine.verify() == {}
 
 
-def test_a_device_is_reached_past_the_page_cache_though_its_node_lies_in_memory(loop):
+def test_loop_device_supports_direct_io_despite_its_devtmpfs_node(loop):
     direct, alignment = _C.direct_limits(loop)  # /dev is a devtmpfs
     assert direct
     assert alignment in (512, 4096)

@@ -57,7 +57,7 @@ def round_trip(engine, tensor, write, read):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_that_the_device_does_not_take_is_bounced(tmp_path, layer, backend):
+def test_memory_misaligned_for_the_device_is_bounced(tmp_path, layer, backend):
     layer.demand_alignment(4096)
     with direct_engine(tmp_path, layer, backend=backend) as engine:
         round_trip(engine, at_512(1 << 20), engine.write, engine.read)
@@ -69,7 +69,7 @@ def test_memory_that_the_device_does_not_take_is_bounced(tmp_path, layer, backen
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_file_engine_bounces_too_and_learns_what_an_old_kernel_does_not_say(tmp_path, layer, told):
+def test_file_engine_bounces_even_where_kernel_reports_no_alignment(tmp_path, layer, told):
     layer.demand_alignment(4096, told)
     with FileEngine(threads=1, faults=layer) as engine:
 
@@ -95,7 +95,7 @@ def test_a_refused_alignment_is_explained(tmp_path, layer, backend):
     assert caught.value.errno == errno.EINVAL
 
 
-def test_what_the_kernel_demands_of_this_disk_is_asked(tmp_path):
+def test_direct_io_limits_of_this_disk_are_queried(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
     direct, alignment = _C.direct_limits(str(path))
@@ -126,7 +126,7 @@ def in_memory():
     folder.rmdir()
 
 
-def test_the_page_cache_is_used_where_o_direct_is_refused_and_that_is_said_once(in_memory, caplog):
+def test_page_cache_fallback_without_o_direct_warns_once(in_memory, caplog):
     caplog.set_level(logging.WARNING, "memascend")
     for _ in range(2):
         with direct_engine(in_memory) as engine:
@@ -140,7 +140,7 @@ def test_the_page_cache_is_used_where_o_direct_is_refused_and_that_is_said_once(
     assert "refuses O_DIRECT: transfers go through the page cache" in record.getMessage()
 
 
-def test_the_file_engine_says_so_too(in_memory, caplog):
+def test_file_engine_also_warns_once_about_page_cache(in_memory, caplog):
     caplog.set_level(logging.WARNING, "memascend")
     with FileEngine(threads=1) as engine:
         assert engine.direct
@@ -153,7 +153,7 @@ def test_the_file_engine_says_so_too(in_memory, caplog):
     assert str(in_memory / "file") in record.getMessage()
 
 
-def test_an_engine_that_requires_o_direct_refuses_in_one_line(in_memory):
+def test_engine_requiring_o_direct_fails_where_it_is_refused(in_memory):
     with pytest.raises(RuntimeError, match=r"device: its file system refuses O_DIRECT.*ext4 or XFS"):
         direct_engine(in_memory, require_direct=True)
     with FileEngine(threads=1, require_direct=True) as engine:
@@ -163,7 +163,7 @@ def test_an_engine_that_requires_o_direct_refuses_in_one_line(in_memory):
         assert engine.statistics.buffered_bytes == 0
 
 
-def test_a_file_system_that_refuses_to_open_is_told_from_one_that_fails(tmp_path, layer, caplog):
+def test_only_einval_on_open_is_taken_as_refused_o_direct(tmp_path, layer, caplog):
     caplog.set_level(logging.WARNING, "memascend")
     layer.add("open", times=1, error=errno.EINVAL)
     with direct_engine(tmp_path, layer) as engine:
@@ -179,7 +179,7 @@ def test_a_file_system_that_refuses_to_open_is_told_from_one_that_fails(tmp_path
         direct_engine(tmp_path, layer)
 
 
-def test_an_overlay_is_used_as_what_lies_below_it(tmp_path):
+def test_overlay_supports_o_direct_if_its_upper_folder_does(tmp_path):
     """Containers have overlays: one over ext4 or XFS supports O_DIRECT."""
     folders = {name: tmp_path / name for name in ("lower", "upper", "work", "merged")}
     for folder in folders.values():
@@ -200,7 +200,7 @@ def test_an_overlay_is_used_as_what_lies_below_it(tmp_path):
         )  # a ring keeps its files open a little longer
 
 
-def test_a_failed_write_for_want_of_space_leaves_a_volatile_tensor_as_it_was(tmp_path):
+def test_failed_write_on_full_store_keeps_the_old_tensor(tmp_path):
     config = DirectEngineConfig(control_folder=str(tmp_path))
     with DirectEngine.create_file_store(tmp_path, 1 << 20, "tests", config) as engine:
         engine.write("t", torch.full((1 << 17,), 7.0))

@@ -46,26 +46,26 @@ def reported(tmp_path, monkeypatch):
     return write
 
 
-def test_a_run_on_two_nodes_with_processors_reports_how_many_chunks_ran_near_their_data(reported):
+def test_report_on_two_nodes_counts_chunks_updated_near_their_data(reported):
     found, text = reported(TWO, (970, 30))
     assert found["adamw_by_node"] == {"nodes": [0, 1], "near": 970, "elsewhere": 30}
     assert "AdamW over nodes 0, 1: 970 of 1,000 chunks (97.0%) were updated near their data.\n" in text
 
 
-def test_where_nothing_was_divided_the_report_says_so(reported):
+def test_report_says_when_nothing_was_divided(reported):
     found, text = reported(TWO, (0, 0))
     assert found["adamw_by_node"] == {"nodes": [0, 1], "near": 0, "elsewhere": 0}
     assert "AdamW over nodes 0, 1: nothing was divided" in text
 
 
-def test_on_one_node_with_processors_a_report_says_nothing_of_it(reported):
+def test_report_on_one_node_does_not_mention_divided_work(reported):
     found, text = reported(ONE, (0, 0))
     assert "adamw_by_node" not in found
     assert "AdamW" not in text
     assert divided_work(0, 0, ONE) is None
 
 
-def test_a_record_has_the_counts_of_all_ranks_and_only_where_work_was_divided():
+def test_record_sums_counts_of_all_ranks_if_work_was_divided():
     rank = dict.fromkeys(training.COUNTED, 0) | {"losses": [], "phases": [], "overflow_checks": [], "io_steps": []}
     asked = SimpleNamespace(mode="time", points=[], stacks=[])
 

@@ -54,19 +54,19 @@ def judged(check, status: str, *words: str) -> None:
     assert "\n" not in check.found + check.fix
 
 
-def test_host_memory_fails_over_the_group_and_names_its_file(tmp_path):
+def test_host_memory_above_cgroup_limit_fails_and_names_its_file(tmp_path):
     limit = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": str(32 * GIB)}
     root = files(tmp_path, meminfo(64, 60) | limit)
     judged(checks.check_memory(NEEDS, root), FAIL, "allows 32.0 GiB", "the plan needs 40.0 GiB", "memory.max")
     judged(checks.check_memory(None, root), OK, "control group (v2)")
 
 
-def test_host_memory_warns_where_other_programs_hold_it(tmp_path):
+def test_host_memory_check_warns_if_other_programs_use_it(tmp_path):
     judged(checks.check_memory(NEEDS, files(tmp_path, meminfo(64, 30))), WARN, "30.0 GiB available", "ps aux")
 
 
 @pytest.mark.parametrize(("ram", "status"), [(32, FAIL), (64, OK)])
-def test_host_memory_against_the_plan(tmp_path, ram, status):
+def test_host_memory_is_checked_against_the_plan(tmp_path, ram, status):
     judged(checks.check_memory(NEEDS, files(tmp_path, meminfo(ram, ram))), status)
 
 
@@ -143,7 +143,7 @@ def test_numa(tmp_path):
     judged(card, WARN, "node 1: 32.0 GiB without CPUs", "latency_first fills node 0", "--placement latency_first")
 
 
-def test_numa_says_what_was_measured_beside_what_the_firmware_says(tmp_path):
+def test_numa_reports_measured_speeds_next_to_firmware_values(tmp_path):
     root = numa(tmp_path, "0-7", "")
     for number, (latency, bandwidth) in enumerate(((100, 200_000), (250, 27_000))):
         node = f"sys/devices/system/node/node{number}"
@@ -160,7 +160,7 @@ def test_numa_says_what_was_measured_beside_what_the_firmware_says(tmp_path):
     )
 
 
-def test_this_machines_nodes_are_measured():
+def test_nodes_of_this_machine_are_measured():
     (*speeds,) = measure_nodes(bytes_at_most=16 << 20)
     assert len(speeds) >= 1
     for speed in speeds:
@@ -169,7 +169,7 @@ def test_this_machines_nodes_are_measured():
         assert speed.adamw_bytes_per_s > 0
 
 
-def test_numa_names_what_is_free_and_how_far_each_node_is(tmp_path):
+def test_numa_reports_free_memory_and_distance_of_each_node(tmp_path):
     root = numa(tmp_path, "0-7", "")
     for number, row in enumerate(("10 24", "24 10")):
         folder = root / f"sys/devices/system/node/node{number}"
@@ -218,14 +218,14 @@ def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path):
     assert checks.file_system(Path("/mnt/other"), root) == "ext4"
 
 
-def test_folders_that_cannot_hold_swap_files(tmp_path):
+def test_folders_that_cannot_hold_swap_files_fail(tmp_path):
     judged(checks.check_folder(tmp_path / "none", "ext4"), FAIL, "no folder", "mkdir -p")
     (tmp_path / "file").write_text("")
     judged(checks.check_folder(tmp_path / "file", "ext4"), FAIL, "no folder", "the folder that it lies in, or another")
     judged(checks.check_folder(tmp_path, "tmpfs"), FAIL, "lies in memory itself")
 
 
-def test_a_file_system_that_refuses_o_direct_is_named(tmp_path, monkeypatch):
+def test_file_system_that_refuses_o_direct_fails_with_a_fix(tmp_path, monkeypatch):
     real = os.open
 
     def refusing(name, flags, *more):
@@ -263,19 +263,19 @@ def direct(tmp_path):
     return tmp_path
 
 
-def test_o_direct_that_is_accepted_and_not_served_is_refused(direct, monkeypatch):
+def test_o_direct_accepted_but_served_by_page_cache_fails(direct, monkeypatch):
     monkeypatch.setattr(_C, "direct_limits", lambda path: (False, 1))
     judged(checks.check_folder(direct, "ext4"), FAIL, "goes through the page cache all the same")
 
 
-def test_the_speed_of_a_drive_is_tried_and_nothing_is_left(direct):
+def test_drive_speed_is_measured_and_leaves_no_file(direct):
     speed = device_speed(direct, 8 * BLOCK_BYTES)
     assert speed.tried_bytes == 8 * BLOCK_BYTES
     assert min(speed.write_bytes_per_s, speed.read_bytes_per_s) > 0
     assert list(direct.iterdir()) == []
 
 
-def test_a_slow_drive_warns_and_the_plans_seconds_are_given(direct, monkeypatch):
+def test_slow_drive_warns_and_seconds_of_the_plan_are_given(direct, monkeypatch):
     for rate, status in ((0.2e9, WARN), (5e9, OK)):
         made = checks.DeviceSpeed(write_bytes_per_s=rate, read_bytes_per_s=rate, tried_bytes=GIB)
         monkeypatch.setattr(checks, "device_speed", lambda folder, size, made=made: made)
@@ -292,7 +292,7 @@ def test_a_full_drive_is_a_failure_with_a_fix(direct, monkeypatch):
     judged(checks.check_speed(direct, None)[0], FAIL, "No space left", "another folder")
 
 
-def test_the_kernel_is_really_asked():
+def test_probes_query_the_real_kernel():
     assert kernel.uring_error() in {0, errno.EPERM, errno.ENOSYS, errno.ENOMEM}
     assert kernel.uring_error(entries=0) != 0  # a ring without entries is refused wherever rings are allowed
     assert kernel.libaio_error(16) in {0, errno.EAGAIN, errno.ENOSYS, errno.EPERM}
@@ -343,7 +343,7 @@ def test_a_plan_that_cannot_fit_ends_in_status_1(capsys, direct):
     assert "fix: " in captured.out
 
 
-def test_without_a_folder_o_direct_is_not_claimed(capsys):
+def test_without_a_folder_o_direct_is_not_tried(capsys):
     main(["doctor"])
     out = capsys.readouterr().out
     assert "warn  O_DIRECT        not tried: no folder was named" in out
@@ -359,7 +359,7 @@ def test_without_a_folder_o_direct_is_not_claimed(capsys):
         (["--fix"], "--fix"),
     ],
 )
-def test_bad_input_is_one_line(capsys, arguments, words):
+def test_bad_input_gives_a_one_line_error(capsys, arguments, words):
     status = main(["doctor", *arguments])
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
@@ -367,7 +367,7 @@ def test_bad_input_is_one_line(capsys, arguments, words):
     assert captured.err.count("\n") == 1
 
 
-def test_this_machine_for_the_planner(direct):
+def test_this_machine_is_described_for_the_planner(direct):
     machine = local_machine(None)
     assert machine.ram_bytes == host_memory().limit_bytes
     assert machine.memory_bytes_per_s > 0
@@ -375,6 +375,6 @@ def test_this_machine_for_the_planner(direct):
     assert set(machine.sources) >= {"memory_bytes_per_s"}
 
 
-def test_a_folder_that_cannot_be_tried_is_one_clear_line(tmp_path):
+def test_missing_folder_gives_a_clear_error(tmp_path):
     with pytest.raises(ValueError, match="cannot test the SSD in"):
         local_machine(tmp_path / "none")

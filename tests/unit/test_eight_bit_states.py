@@ -63,7 +63,7 @@ def assert_states_equal(engine, of, optimizer):
     ],
     ids=str,
 )
-def test_a_step_is_that_of_the_optimizer_in_memory(tmp_path, chosen):
+def test_steps_equal_those_of_the_optimizer_in_memory(tmp_path, chosen):
     ours, theirs, data = odd(), odd(), batches(4)
     engine = streamed(ours, tmp_path, states=torch.int8, **chosen)
     accumulate, losses = chosen.get("accumulate", 1), []
@@ -79,7 +79,7 @@ def test_a_step_is_that_of_the_optimizer_in_memory(tmp_path, chosen):
     engine.close()
 
 
-def test_what_is_cut_into_pieces_is_rounded_as_a_whole(tmp_path):
+def test_tensors_cut_into_pieces_are_rounded_as_a_whole(tmp_path):
     """Pieces of 65,536 elements; the parameters do not fit into one piece."""
     ours, theirs, data = odd(hidden=168), odd(hidden=168), batches(2)
     engine = streamed(ours, tmp_path, states=torch.int8, piece_elements=1 << 16)
@@ -90,7 +90,7 @@ def test_what_is_cut_into_pieces_is_rounded_as_a_whole(tmp_path):
     engine.close()
 
 
-def test_frozen_parameters_have_no_states_and_number_no_elements(tmp_path):
+def test_frozen_parameters_have_no_states_and_take_no_element_numbers(tmp_path):
     ours, theirs, data = odd(), odd(), batches(2)
     for each in (ours, theirs):
         each.layers[0].norm.requires_grad_(False)
@@ -103,7 +103,7 @@ def test_frozen_parameters_have_no_states_and_number_no_elements(tmp_path):
 
 
 @pytest.mark.parametrize("width", [128, 4104])
-def test_every_cut_is_the_beginning_of_a_block(width):
+def test_every_cut_begins_at_a_block(width):
     shapes = {"embedding.weight": (60_000, width), "norm.bias": (33,), "head.weight": (60_000, width)}
     block = [("a.weight", (3000, width), True), ("a.bias", (7,), True), ("b.weight", (width, 7), True)]
     units = [UnitParameters(key="block", kind=Kind.BLOCK, parameters=block)] + [
@@ -124,7 +124,7 @@ def test_every_cut_is_the_beginning_of_a_block(width):
     assert firsts == dict(zip((name for name, _ in order), wanted, strict=True))
 
 
-def test_states_of_a_piece_lie_apart():
+def test_states_of_a_piece_do_not_overlap():
     parameters = [("a", (33,), True), ("b", (64,), True), ("c", (1,), True)]
     unit = UnitParameters(key="block", kind=Kind.BLOCK, parameters=parameters)
     layout = make_layout([unit], [("a", 33), ("b", 64), ("c", 1)], weights=torch.bfloat16, states=torch.int8)
@@ -135,7 +135,7 @@ def test_states_of_a_piece_lie_apart():
     assert max(elements) < layout.states_numel(piece) == 4096
 
 
-def test_a_version_takes_less_than_4_2_bytes_a_parameter():
+def test_version_takes_less_than_4_2_bytes_per_parameter():
     width = 1024
     block = [(f"{n}.weight", (width, width), True) for n in range(8)] + [("norm.weight", (width,), True)]
     units = [
@@ -150,7 +150,7 @@ def test_a_version_takes_less_than_4_2_bytes_a_parameter():
     assert sum(brain.nbytes) / sum(numel for _, numel in order) > 6
 
 
-def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
+def test_resume_after_incomplete_step_gives_the_same_bits(tmp_path):
     data, ours, theirs = batches(4), odd(), odd()
     engine = streamed(ours, tmp_path, states=torch.int8)
     train(ours, engine, data[:2])
@@ -166,7 +166,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(("made", "asked"), [("int8", "bfloat16"), ("bfloat16", "int8")])
-def test_a_store_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
+def test_store_with_other_state_types_is_refused_in_one_line(tmp_path, made, asked):
     streamed(odd(), tmp_path, states=getattr(torch, made)).close()
     again = odd(seed=5)
     with pytest.raises(
@@ -181,7 +181,7 @@ def test_a_store_of_other_states_is_refused_in_one_line(tmp_path, made, asked):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_weights_that_are_no_master_are_refused_before_anything_has_moved(tmp_path, dtype):
+def test_weights_of_unsupported_type_are_refused_before_anything_moves(tmp_path, dtype):
     ours = model(dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(NotStreamable, match=f"need bfloat16 weights.* these are {name}: convert the model") as error:
@@ -191,7 +191,7 @@ def test_weights_that_are_no_master_are_refused_before_anything_has_moved(tmp_pa
     assert not torch.isnan(ours.head.weight).any()
 
 
-def test_a_state_dict_goes_on_in_another_folder_and_in_memory(tmp_path):
+def test_state_dict_continues_in_another_folder_and_in_memory(tmp_path):
     data, ours, theirs = batches(4), odd(), odd()
     session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     other = in_memory(theirs)
@@ -223,7 +223,7 @@ def of_torch(of, data):
     return optimizer.state_dict()
 
 
-def test_numbers_of_another_optimizer_become_codes_within_the_rounding(tmp_path):
+def test_states_of_torch_adamw_become_codes_within_rounding_bounds(tmp_path):
     ours, saved = odd(hidden=168), of_torch(odd(hidden=168), batches(2))
     session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     optimizer.load_state_dict(saved)
@@ -245,7 +245,7 @@ def changed(saved, key, value):
     return {**saved, "state": state}
 
 
-def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
+def test_invalid_states_are_refused_and_nothing_changes(tmp_path):
     ours, numbers = odd(), of_torch(odd(), batches(1))
     session, optimizer = begin(ours, tmp_path / "run", options=EIGHT)
     loop(ours, optimizer, batches(1))
@@ -267,7 +267,7 @@ def test_states_that_do_not_fit_are_refused_and_nothing_has_changed(tmp_path):
     session.close()
 
 
-def test_codes_are_refused_where_moments_are_numbers(tmp_path):
+def test_eight_bit_codes_are_refused_where_moments_are_floats(tmp_path):
     ours, theirs = odd(), odd()
     other = in_memory(theirs)
     loop(theirs, other, batches(1))

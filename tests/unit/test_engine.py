@@ -56,7 +56,7 @@ def test_a_tensor_comes_back_with_its_type_and_shape(files, tmp_path, backend, d
     assert torch.equal(found, tensor)
 
 
-def test_a_scalar_and_an_empty_tensor(files, tmp_path):
+def test_scalar_and_empty_tensors_survive_a_reopen(files, tmp_path):
     with open_engine(files, tmp_path) as engine:
         engine.write("scalar", torch.tensor(3.5))
         engine.write("empty", torch.empty(0, 7))
@@ -157,7 +157,7 @@ def test_bad_input_is_refused_with_the_fix(files, tmp_path):
             open_engine(files, tmp_path, **wrong)
 
 
-def test_no_space_is_a_typed_error_and_a_commit_fixes_it(tmp_path):
+def test_no_space_is_a_typed_error_fixed_by_a_commit(tmp_path):
     files = make_files(tmp_path, count=1, size=(1 << 20) + (128 << 10) + (256 << 10))
     with open_engine(files, tmp_path) as engine:
         half = torch.zeros(120 << 10, dtype=torch.uint8)
@@ -191,7 +191,7 @@ def test_damaged_data_is_named_and_the_rest_is_served(files, tmp_path):
         assert torch.equal(engine.read_new("good"), torch.arange(1000))
 
 
-def test_statistics_and_trace_tell_what_was_done(files, tmp_path):
+def test_statistics_and_trace_match_the_requests(files, tmp_path):
     with open_engine(files, tmp_path, trace=True, depth=4) as engine:
         engine.write("w", torch.zeros(1 << 20, dtype=torch.uint8))
         engine.wait()
@@ -211,7 +211,7 @@ def test_statistics_and_trace_tell_what_was_done(files, tmp_path):
     assert int(table[1]["submitted_ns"]) <= int(table[1]["started_ns"]) <= int(table[1]["ended_ns"])
 
 
-def test_an_engine_that_is_never_closed_does_not_hang_the_interpreter(files, tmp_path):
+def test_unclosed_engine_does_not_hang_the_interpreter(files, tmp_path):
     program = (
         "import sys, torch\nfrom memascend.storage.direct_engine import *\n"
         "engine = DirectEngine(sys.argv[2:], 'tests', DirectEngineConfig(control_folder=sys.argv[1]))\n"

@@ -109,7 +109,7 @@ def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_swapped_activation_that_is_lost_is_said_to_be_lost_where_inputs_wait_in_memory(tmp_path, monkeypatch):
+def test_lost_swapped_activation_is_reported_with_checkpoints_on_device(tmp_path, monkeypatch):
     faults, opened = _C.FaultLayer(), DirectEngine.__init__
 
     def with_faults(engine, devices, owner, config=None, own_faults=None):
@@ -130,7 +130,7 @@ def test_a_swapped_activation_that_is_lost_is_said_to_be_lost_where_inputs_wait_
 
 
 @pytest.mark.parametrize("rule", ["best", "algorithm 1", "released", "20000"])
-def test_every_rule_trains_to_the_same_bits_and_says_what_it_does(tmp_path, rule):
+def test_every_rule_gives_the_same_bits_and_reports_its_decision(tmp_path, rule):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path / "swapped", swap=rule, clip=1.0)
     assert engine.decision is None
@@ -152,7 +152,7 @@ def test_every_rule_trains_to_the_same_bits_and_says_what_it_does(tmp_path, rule
     without.close()
 
 
-def test_only_the_chosen_products_are_left_out_of_the_recomputation():
+def test_only_chosen_products_are_skipped_in_recomputation():
     block, x = model().layers[0], torch.randn(2, 24, HIDDEN)
     with torch.no_grad(), Measuring() as measured:
         block(x)
@@ -175,7 +175,7 @@ def test_only_the_chosen_products_are_left_out_of_the_recomputation():
         assert torch.equal(block(x), expected)
 
 
-def test_what_a_product_leaves_undefined_stays_so_in_its_replay(monkeypatch):
+def test_undefined_results_of_a_product_stay_undefined_in_replay(monkeypatch):
     """A GPU's flash attention returns tensors, numbers, and undefined tensors between them."""
     monkeypatch.setattr("memascend.engine.operators.Generators", lambda _: 0)  # "meta" has none
     query = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
@@ -193,7 +193,7 @@ def test_what_a_product_leaves_undefined_stays_so_in_its_replay(monkeypatch):
         assert kinds(attend(query, query, query)) == expected
 
 
-def test_a_recomputation_of_other_products_is_an_error_that_names_the_block():
+def test_recomputing_other_products_is_an_error_that_names_the_block():
     block, x = model().layers[0], torch.randn(2, 24, HIDDEN)
     with torch.no_grad():
         mode = Taking(frozenset({0}))
@@ -213,7 +213,7 @@ def iteration(**changes):
     return Iteration(**facts | changes)
 
 
-def test_a_bound_by_compute_is_swapped_for_and_one_by_the_ssd_is_not():
+def test_swapping_pays_when_compute_bound_but_not_when_ssd_bound():
     fast = Rates(gpu=1e12, link=20e9, read=10e9, write=10e9)
     chosen = decide(iteration(), fast, "best")
     assert chosen.more_bytes == chosen.offered_bytes == 10e9
@@ -227,7 +227,7 @@ def test_a_bound_by_compute_is_swapped_for_and_one_by_the_ssd_is_not():
     assert [decide(iteration(), slow, share).more_bytes for share in ("0%", "25%", "100%")] == [0, 2.5e9, 10e9]
 
 
-def test_algorithm_1_stops_at_a_plateau_that_looking_at_all_prefixes_sees_beyond():
+def test_algorithm_1_stops_at_a_plateau_unlike_a_full_search():
     """A convex time has no plateau except at its minimum; a time in an order that is not by benefit may have one."""
     rates = Rates(gpu=1e12, link=20e9, read=10e9, write=10e9)
     assert is_convex(iteration(), rates)
@@ -243,7 +243,7 @@ def test_algorithm_1_stops_at_a_plateau_that_looking_at_all_prefixes_sees_beyond
     assert iteration_s(step, rates, best(step, rates)) == min(iteration_s(step, rates, a) for a in prefixes(step))
 
 
-def test_the_released_rule_looks_at_the_forward_pass_alone():
+def test_released_rule_considers_only_the_forward_pass():
     """Erratum L18: 0.3 of the forward pass at 18 GiB/s."""
     step = iteration(products=(Operator("down", 8e12, 400e9),), layers=100)
     swapped = released(step, Rates(gpu=1e12, link=1.0, read=1.0, write=1.0))
@@ -251,6 +251,6 @@ def test_the_released_rule_looks_at_the_forward_pass_alone():
 
 
 @pytest.mark.parametrize("wanted", ["most", "-1", "1.5", "%", "-5%"])
-def test_a_rule_that_there_is_not_is_refused(wanted):
+def test_unknown_swap_rule_is_refused(wanted):
     with pytest.raises(ValueError, match=r"EngineOptions\.swap: best, algorithm 1, released, all, bytes, a share"):
         EngineOptions(swap=wanted)

@@ -90,7 +90,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_moves_and_the_folder_takes_what_is_counted(tmp_path, way):
+def test_counted_traffic_and_folder_size_match_a_real_step(tmp_path, way):
     assert_same(*moved_and_counted(tmp_path / "states", **WAYS[way]))
 
 
@@ -107,13 +107,13 @@ def test_a_step_moves_and_the_folder_takes_what_is_counted(tmp_path, way):
     ids=["fp32", "clipped", "bf16 states", "one version", "8 bits"],
 )
 @pytest.mark.parametrize("words", [SLICED, WHOLE], ids=["sliced", "whole"])
-def test_embedding_and_head_are_read_as_often_as_they_are_at_work(tmp_path, words, dtype, options, tied):
+def test_reads_of_embedding_and_head_match_the_count(tmp_path, words, dtype, options, tied):
     assert_same(*moved_and_counted(tmp_path / "states", dtype, {"words": words, "tied": tied}, **options))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "tied"])
-def test_a_slice_that_is_as_large_as_a_block_takes_a_slot_from_them(tmp_path, tied, accumulate):
+def test_slice_as_large_as_a_block_is_counted_exactly(tmp_path, tied, accumulate):
     model = {"words": SLICED, "tied": tied, "inner": 450}
     made = ModelUnits(Model(**model)).layout
     blocks, last = (
@@ -124,7 +124,7 @@ def test_a_slice_that_is_as_large_as_a_block_takes_a_slot_from_them(tmp_path, ti
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}], ids=["as they come", "clipped"])
-def test_frozen_weights_are_read_and_not_written(tmp_path, options):
+def test_traffic_with_frozen_weights_matches_the_count(tmp_path, options):
     assert_same(*moved_and_counted(tmp_path / "states", model={"frozen": True}, **options))
 
 
@@ -136,7 +136,7 @@ def test_frozen_weights_are_read_and_not_written(tmp_path, options):
     ids=["fp32", "bf16", "bf16 states", "fp16", "8 bits"],
 )  # fmt: skip
 @pytest.mark.parametrize("tied", [False, True], ids=["two matrices", "tied"])
-def test_every_way_is_counted(tmp_path, dtype, states, tied):
+def test_traffic_of_every_option_combination_matches_the_count(tmp_path, dtype, states, tied):
     versions = [{"versions": 2}, {"versions": 1}, {"versions": 1, "redo": False}]
     ways = itertools.product((0.0, 1.0), (1, 2, 4), versions, ("tier", "device"))
     for number, (clip, accumulate, kept, checkpoints) in enumerate(ways):

@@ -16,7 +16,7 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [".", "model", "checkpoints/mine"])
-def test_a_folder_of_the_run_is_refused(run, inside):
+def test_target_inside_the_run_folder_is_refused(run, inside):
     with pytest.raises(ValueError, match="is in the run's own folder: name one outside of"):
         export(run, run / inside)
     assert [path.name for path in run.iterdir()] == [RunFolder(run).config.name]
@@ -33,7 +33,7 @@ def test_a_link_is_refused_and_stays(run, tmp_path, there):
     assert not (tmp_path / ".link.partial").exists()
 
 
-def test_a_folder_of_the_user_s_that_has_the_name_of_a_cut_off_export_stays(run, tmp_path):
+def test_user_folder_named_like_a_partial_export_is_kept(run, tmp_path):
     (tmp_path / ".model.partial").mkdir()
     (tmp_path / ".model.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"\.model\.partial exists but was not left by an export: move it, or name a"):
@@ -41,7 +41,7 @@ def test_a_folder_of_the_user_s_that_has_the_name_of_a_cut_off_export_stays(run,
     assert (tmp_path / ".model.partial" / "thesis.txt").read_text() == "mine"
 
 
-def test_of_two_exports_into_one_folder_the_second_is_refused_and_the_first_stays(run, tmp_path):
+def test_concurrent_export_into_the_same_folder_is_refused(run, tmp_path):
     partial = tmp_path / ".model.partial"
     with _begun(partial, tmp_path / "model"):
         (partial / "weights").write_text("half")
@@ -52,6 +52,6 @@ def test_of_two_exports_into_one_folder_the_second_is_refused_and_the_first_stay
         assert not (partial / "weights").exists()
 
 
-def test_a_run_whose_prepared_facts_are_lost_is_named(tmp_path):
+def test_run_without_prepared_facts_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ValueError, match=r"prepared\.json is missing: run memascend train --output .* --resume first"):
         kept_source(RunFolder(tmp_path))

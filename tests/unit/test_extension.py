@@ -33,19 +33,19 @@ def refused() -> str:
     return str(caught.value)
 
 
-def test_the_extension_says_which_torch_it_was_built_against():
+def test_extension_records_the_torch_version_it_was_built_against():
     assert extension.built_against(Path(_C.__file__)) == torch.__version__.partition("+")[0]
     assert extension.load("memascend") is _C
 
 
-def test_an_extension_of_another_release_of_torch_is_not_loaded(toy):
+def test_extension_for_another_torch_release_is_not_loaded(toy):
     (toy / f"_C{SUFFIX}").write_bytes(b"\x7fELF" + f"{MARK}2.4.1\0".encode())
     said = refused()
     assert f"built against torch 2.4.1, and torch {torch.__version__} is installed" in said
     assert "pip install 'torch==2.4.*'" in said
 
 
-def test_another_patch_of_the_same_release_is_tried(toy):
+def test_extension_for_another_torch_patch_release_is_tried(toy):
     release = ".".join(torch.__version__.split(".")[:2])
     (toy / f"_C{SUFFIX}").write_bytes(f"no library {MARK}{release}.99\0".encode())
     said = refused()
@@ -53,7 +53,7 @@ def test_another_patch_of_the_same_release_is_tried(toy):
     assert f"it was built against torch {release}.99" in said
 
 
-def test_an_extension_that_was_never_built_is_missed_with_the_command_that_builds_it(toy):
+def test_missing_extension_is_refused_with_its_build_command(toy):
     assert refused() == (
         "the C++ extension toypackage._C is not built; build it: make setup in a checkout, or install memascend again"
     )

@@ -59,7 +59,7 @@ def waiting(lock: FairLock) -> None:
         pass
 
 
-def test_a_killed_holder_gives_the_lock_up_and_so_does_one_that_was_killed_while_it_waited(tmp_path):
+def test_lock_survives_killed_holder_and_killed_waiter(tmp_path):
     holder = Process(tmp_path)
     assert holder.says() == "has"
     waiter, next_one = Process(tmp_path), Process(tmp_path)
@@ -80,7 +80,7 @@ def test_a_killed_holder_gives_the_lock_up_and_so_does_one_that_was_killed_while
             each.end()
 
 
-def test_who_came_first_is_served_first(tmp_path):
+def test_waiters_get_the_lock_in_order_of_arrival(tmp_path):
     locks = [FairLock("t", tmp_path) for _ in range(8)]
     locks[0].acquire()
     order: list[int] = []
@@ -103,7 +103,7 @@ def test_who_came_first_is_served_first(tmp_path):
     assert order == list(range(1, 8))
 
 
-def test_a_holder_is_told_that_somebody_waits(tmp_path):
+def test_holder_sees_that_somebody_waits(tmp_path):
     holder, waiter = FairLock("t", tmp_path), FairLock("t", tmp_path)
     holder.acquire()
     assert not holder.contended()
@@ -115,14 +115,14 @@ def test_a_holder_is_told_that_somebody_waits(tmp_path):
     assert not holder.try_acquire()  # the other one has it
 
 
-def test_what_shares_a_drive_has_one_name(tmp_path):
+def test_folders_on_one_drive_have_one_lock_name(tmp_path):
     (tmp_path / "folder").mkdir()
     assert name_of_place(tmp_path) == name_of_place(tmp_path / "folder")
     with pytest.raises(ValueError, match="consists of letters"):
         FairLock("a/b", tmp_path)
 
 
-def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outside(tmp_path):
+def test_path_lock_admits_its_own_callers_and_excludes_others(tmp_path):
     ours, theirs = PathLock(FairLock("t", tmp_path), turn_s=0), PathLock(FairLock("t", tmp_path), turn_s=0)
     inside: list[str] = []
     for name in "abc":
@@ -146,7 +146,7 @@ def test_many_threads_of_a_holder_are_inside_together_and_other_processes_outsid
     theirs.close()
 
 
-def test_two_path_locks_that_always_have_work_take_turns(tmp_path):
+def test_two_busy_path_locks_both_finish(tmp_path):
     guards = [PathLock(FairLock("t", tmp_path), turn_s=0) for _ in range(2)]
     done, left = [threading.Event() for _ in guards], [200, 200]
 
@@ -176,7 +176,7 @@ def locks_here(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "FairLock", lambda name: FairLock(name, tmp_path))
 
 
-def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_path):
+def test_entry_during_lock_handover_is_not_forgotten(tmp_path):
     """The waiting thread already has the lock, but has not yet told the path lock."""
 
     class Slow(FairLock):
@@ -205,7 +205,7 @@ def test_what_enters_in_the_moment_in_which_the_lock_comes_is_not_forgotten(tmp_
     other.close()
 
 
-def test_the_last_user_of_a_drives_gate_gives_the_lock_up(tmp_path, locks_here):
+def test_last_user_of_a_shared_path_lock_releases_it(tmp_path, locks_here):
     first, second = path_lock_of("t"), path_lock_of("t")
     assert first is second
     first.enter(lambda: None)
@@ -236,7 +236,7 @@ class _Held:
         return done if self.until is None else all_of([done, self.until])
 
 
-def test_two_folders_on_one_drive_are_used_side_by_side_within_a_process(tmp_path, locks_here):
+def test_two_folders_on_one_drive_are_used_concurrently(tmp_path, locks_here):
     held = {}
 
     def around(path, tier):
@@ -262,7 +262,7 @@ def test_two_folders_on_one_drive_are_used_side_by_side_within_a_process(tmp_pat
 
 
 @pytest.mark.parametrize("counter", [(1 << 63) - 1, -5, 1 << 61])
-def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, caplog):
+def test_corrupt_lock_counter_blocks_no_transfer(tmp_path, counter, caplog):
     """The file is writable for every user."""
     lock = FairLock("t", tmp_path)
     Path(lock.path).write_bytes(counter.to_bytes(8, "little", signed=True))
@@ -275,7 +275,7 @@ def test_a_counter_that_nobody_has_written_stops_no_transfer(tmp_path, counter, 
     assert caplog.text.count("continue without the inter-process lock") == 1
 
 
-def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, caplog):
+def test_process_holding_the_counter_byte_blocks_no_transfer(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("memascend.storage.fair_lock._DESK_S", 0.05)
     other, lock = FairLock("t", tmp_path), FairLock("t", tmp_path)
     other._reach_desk()
@@ -289,7 +289,7 @@ def test_a_process_that_keeps_the_desk_stops_no_transfer(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("what", ["a link", "a folder", "a wrong counter"])
-def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypatch, caplog, what):
+def test_paths_open_despite_an_unusable_lock_file(tmp_path, monkeypatch, caplog, what):
     monkeypatch.setattr(FairLock.__init__, "__defaults__", (str(tmp_path),))
     place = tmp_path / "memascend-path-t"
     if what == "a link":
@@ -309,7 +309,7 @@ def test_paths_open_whatever_is_in_the_place_of_the_lock_file(tmp_path, monkeypa
     assert not (tmp_path / "victim").exists()
 
 
-def test_whoever_keeps_a_low_number_s_byte_locked_stops_nobody_for_ever(tmp_path, monkeypatch):
+def test_waiter_behind_a_foreign_byte_lock_gives_up_with_error(tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.storage.fair_lock._TURN_S", 0.2)
     mine = FairLock("t", tmp_path)
     Path(mine.path).write_bytes((3).to_bytes(8, "little"))
@@ -320,7 +320,7 @@ def test_whoever_keeps_a_low_number_s_byte_locked_stops_nobody_for_ever(tmp_path
     assert mine.try_acquire()
 
 
-def test_transfers_go_on_without_a_lock_that_somebody_keeps(tmp_path, monkeypatch, caplog):
+def test_transfers_continue_without_a_lock_that_is_never_released(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("memascend.storage.fair_lock._TURN_S", 0.2)
     lock = FairLock("t", tmp_path)
     guard, begun = PathLock(lock), threading.Event()

@@ -49,7 +49,7 @@ def test_file_has_exactly_the_bytes_and_reads_back(engine, tmp_path, dtype, nume
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 200_000), st.integers(0, 20_000), st.integers(0, 5000), st.randoms(use_true_random=False))
-def test_any_length_offset_and_address(engine, tmp_path, length, offset, shift, random):
+def test_any_length_offset_and_address_is_transferred_exactly(engine, tmp_path, length, offset, shift, random):
     path = tmp_path / "t"
     before = random.randbytes(offset + length + 10)
     path.write_bytes(before)
@@ -79,7 +79,7 @@ def test_aligned_pinned_memory_bounces_nothing(engine, tmp_path):
     assert counted.bounced_bytes == engine.bounce_buffer_bytes == 0
 
 
-def test_slice_at_an_odd_address_is_read_right(engine, tmp_path):
+def test_slice_at_an_unaligned_address_is_read_correctly(engine, tmp_path):
     """A twin's biases have 256 bytes, so the next tensor does not start at a multiple of 512."""
     source = random_tensor(10_000)
     engine.async_write(source, tmp_path / "t")
@@ -131,7 +131,7 @@ def test_short_file_is_a_typed_error(engine, tmp_path):
     assert isinstance(error, OSError)
 
 
-def test_missing_file_and_folder(engine, tmp_path):
+def test_missing_file_and_folder_are_reported_once(engine, tmp_path):
     engine.async_read(torch.zeros(10), tmp_path / "missing")
     engine.async_write(torch.zeros(10), tmp_path / "no" / "folder")
     engine.async_write(torch.ones(10), tmp_path / "good")
@@ -145,14 +145,14 @@ def test_missing_file_and_folder(engine, tmp_path):
     assert engine.wait() == 1
 
 
-def test_full_device(engine):
+def test_full_device_is_a_typed_error(engine):
     engine.async_write(torch.zeros(10_000), "/dev/full")
     with pytest.raises(StorageError, match="free space") as got:
         engine.wait()
     assert (got.value.op, got.value.errno) == ("write", errno.ENOSPC)
 
 
-def test_file_size_limit(tmp_path):
+def test_exceeded_file_size_limit_names_ulimit(tmp_path):
     code = f"""
 import resource, torch
 from memascend.storage.file_engine import FileEngine, StorageError
@@ -181,7 +181,7 @@ def test_tensors_that_cannot_be_transferred_are_refused_at_once(engine, tmp_path
 
 
 @pytest.mark.parametrize(("threads", "block", "message"), [(0, 4096, "1 to 256"), (1, 5000, "multiple of 4096")])
-def test_engines_that_cannot_work_are_refused(threads, block, message):
+def test_invalid_engine_settings_are_refused(threads, block, message):
     with pytest.raises(ValueError, match=message):
         FileEngine(threads, block)
 
@@ -199,7 +199,7 @@ def test_tensors_in_flight_are_kept_alive_until_wait(engine, tmp_path):
     assert len(fresh) == 5
 
 
-def test_memory_is_given_back_by_wait(engine, tmp_path):
+def test_wait_releases_memory_of_finished_transfers(engine, tmp_path):
     from memascend.memory.ledger import Ledger
 
     ledger = Ledger()
@@ -247,7 +247,7 @@ def test_closed_engine_refuses_and_still_reports(tmp_path):
         engine.async_read(torch.zeros(1), tmp_path / "t")
 
 
-def test_dropping_the_engine_ends_what_is_in_flight(tmp_path):
+def test_dropping_the_engine_completes_transfers_in_flight(tmp_path):
     engine = FileEngine(threads=1)
     tensors = [random_tensor(200_000) for _ in range(5)]
     for i, tensor in enumerate(tensors):
@@ -274,7 +274,7 @@ for i in range(8):
         assert (tmp_path / str(i)).read_bytes() == raw(torch.full((300_000,), i, dtype=torch.float32))
 
 
-def test_forked_child_is_told_and_does_not_hang(tmp_path):
+def test_forked_child_gets_an_error_and_does_not_hang(tmp_path):
     code = f"""
 import os, torch
 from memascend.storage.file_engine import FileEngine
@@ -295,7 +295,7 @@ assert engine.wait() == 1
     assert done.returncode == 0, done.stderr
 
 
-def test_several_threads_submit(engine, tmp_path):
+def test_several_threads_submit_writes(engine, tmp_path):
     tensors = [random_tensor(20_000) for _ in range(4)]
 
     def work(which):

@@ -86,7 +86,7 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_a_child_takes_no_copy_of_what_is_registered_with_io_uring():
+def test_child_does_not_copy_memory_registered_with_io_uring():
     out = run_python("""
 tensor = pinned(64)
 before = in_child(private_mib)
@@ -98,7 +98,7 @@ print(before, in_child(private_mib))
     assert registered < 32, "each child took its own copy of 64 MiB"
 
 
-def test_a_child_that_touches_registered_memory_ends_by_sigsegv_and_other_pinned_memory_is_its_own():
+def test_child_gets_sigsegv_only_on_registered_memory():
     run_python("""
 registered, other = pinned(1), pinned(1)
 assert engine.register_buffer(registered)
@@ -111,7 +111,7 @@ assert in_child(write) == 1 and int(other[5]) == int(registered[5]) == 7
 """)
 
 
-def test_a_child_that_drops_registered_memory_keeps_what_it_has_there_now():
+def test_child_that_drops_registered_memory_keeps_its_own_data():
     run_python("""
 registered = [pinned(4)]
 address = registered[0].data_ptr()
@@ -125,7 +125,7 @@ assert in_child(drop) == 0
 """)
 
 
-def test_memory_is_for_children_again_when_the_engine_closes():
+def test_children_can_read_memory_again_after_engine_close():
     run_python("""
 tensor = pinned(1)
 assert engine.register_buffer(tensor)
@@ -135,7 +135,7 @@ assert in_child(lambda: int(tensor[5])) == 7
 """)
 
 
-def test_a_heap_tensor_that_shares_its_pages_leaves_the_heap_to_children():
+def test_registered_heap_tensor_leaves_the_heap_usable_in_children():
     run_python("""
 tensor = torch.full((3 << 20,), 7, dtype=torch.uint8)[100:]
 assert engine.register_buffer(tensor)
@@ -161,7 +161,7 @@ assert int(pinned(1)[5]) == 7
 """)
 
 
-def test_each_read_of_a_streamed_model_checks_once_that_this_is_its_process_and_no_fork():
+def test_each_read_of_streamed_weights_checks_once_for_a_fork():
     """The check also applies if the process forks while weights are read."""
     run_python(
         STREAMED
@@ -201,7 +201,7 @@ session.remove()
     )
 
 
-def test_a_worker_of_a_dataloader_is_told_that_a_streamed_model_s_weights_are_elsewhere_and_training_goes_on():
+def test_dataloader_worker_is_refused_streamed_weights_and_training_continues():
     """Between steps, and in the middle of one, when buffer slots are in use."""
     run_python(
         STREAMED

@@ -27,7 +27,7 @@ def started(command, **surroundings):
 
 
 @pytest.mark.parametrize("option", ["script", "-c"])
-def test_a_forked_program_sees_and_writes_what_a_started_one_does(tmp_path, option):
+def test_forked_program_sees_and_prints_what_a_started_one_does(tmp_path, option):
     (tmp_path / "program.py").write_text(PROGRAM)
     words = ["program.py"] if option == "script" else ["-c", PROGRAM]
     command, surroundings = [sys.executable, *words, "a", "b c"], {"cwd": tmp_path, "env": {"NAME": "n"}}
@@ -36,21 +36,21 @@ def test_a_forked_program_sees_and_writes_what_a_started_one_does(tmp_path, opti
     assert of_fork.stdout.splitlines()[1:] == ["of a thread", "at the end"]
 
 
-def test_a_forked_module_runs_as_the_main_one(tmp_path):
+def test_forked_module_runs_as_main(tmp_path):
     (tmp_path / "module.py").write_text("import sys; print(__name__, sys.argv[1:], sys.modules['__main__'].__file__)")
     command = [sys.executable, "-m", "module", "a"]
     assert forked.run(command, cwd=tmp_path).stdout == started(command, cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_it_ends_with_the_same_status_and_last_line(end):
+def test_forked_program_ends_with_the_same_status_and_last_line(end):
     command = [sys.executable, "-c", f"import os, sys\n{end}"]
     of_fork, of_start = forked.run(command), started(command)
     assert of_fork.returncode == of_start.returncode == ENDS[end]
     assert of_fork.stderr.splitlines()[-1:] == of_start.stderr.splitlines()[-1:]
 
 
-def test_it_is_killed_when_its_time_is_over(tmp_path):
+def test_forked_program_is_killed_at_its_timeout(tmp_path):
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired):
         forked.run([sys.executable, "-c", code], timeout=3)
@@ -61,7 +61,7 @@ def test_it_is_killed_when_its_time_is_over(tmp_path):
         time.sleep(0.01)
 
 
-def test_torch_and_deepspeed_are_there_the_library_is_off_and_no_thread_is_lost():
+def test_fork_server_preloads_deepspeed_without_integration_or_extra_threads():
     code = """
 import os, sys
 print(set(sys.argv[1:]) <= set(sys.modules), len(os.listdir(f"/proc/{os.getppid()}/task")),

@@ -206,7 +206,7 @@ def started(of, folder, way=StreamingEngine.start):
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=NAMES)
-def test_all_lists_of_layers_train_as_in_memory_to_the_bit(tmp_path, kind):
+def test_all_lists_of_layers_train_bitwise_as_in_memory(tmp_path, kind):
     ours, theirs = made(kind), made(kind)
     engine, optimizer = started(ours, tmp_path / "session"), AdamW(theirs.parameters(), **SETTINGS)
     for ids in data():
@@ -230,18 +230,18 @@ def test_the_layers_of_all_lists_are_found(kind):
     assert find_blocks(of) == of.expected()
 
 
-def test_stages_are_blocks_where_they_are_called_and_their_parts_where_they_are_not():
+def test_called_stages_are_blocks_otherwise_their_parts_are():
     of = UNet()
     found = find_blocks(of)
     assert found == [*of.down, *of.up[0], *of.up[1]]
 
 
-def test_lists_that_share_a_parameter_with_the_outside_and_small_ones_stay_whole():
+def test_small_lists_and_lists_sharing_a_parameter_stay_whole():
     of = SmallLists()
     assert find_blocks(of) == [*of.encoder.layers, *of.decoder.layers]
 
 
-def test_what_is_kept_whole_is_said_once_with_its_size(tmp_path, caplog):
+def test_modules_kept_whole_are_logged_once_with_their_size(tmp_path, caplog):
     of = EncoderDecoder()
     with caplog.at_level(logging.INFO, "memascend"):
         engine = started(of, tmp_path / "session")
@@ -253,7 +253,7 @@ def test_what_is_kept_whole_is_said_once_with_its_size(tmp_path, caplog):
     engine.close()
 
 
-def test_a_store_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
+def test_store_begun_with_one_list_by_older_version_resumes(tmp_path):
     ours, ids = made(EncoderDecoder), data(1)[0]
     engine = StreamingEngine.start(
         ours,
@@ -273,7 +273,7 @@ def test_a_store_that_an_earlier_version_began_with_one_list_goes_on(tmp_path):
     engine.close()
 
 
-def test_a_list_of_one_layer_counts_where_there_is_no_other():
+def test_single_layer_list_counts_if_there_is_no_other():
     """ALBERT has one layer, which it runs repeatedly."""
     of = RootParameters()
     of.layers = nn.ModuleList([nn.ModuleList([Layer()])])

@@ -29,14 +29,14 @@ def trained_and_removed(folder):
     store.destroy()
 
 
-def test_a_store_in_the_place_of_a_removed_one_is_not_refused_for_room_that_comes_back(tmp_path):
+def test_new_store_waits_for_space_of_a_removed_one(tmp_path):
     size = StoreSpace(SIZES, versions=1).nbytes
     with small_file_system(tmp_path / "small", size + (12 << 20)) as small:
         for _ in range(3):
             trained_and_removed(small / "states")
 
 
-def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
+def test_no_wait_for_space_where_waiting_would_not_help(tmp_path, monkeypatch):
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
     monkeypatch.setattr(freed_space, "time", clock)
     with small_file_system(tmp_path / "small", 16 << 20) as small:
@@ -48,7 +48,7 @@ def test_nothing_is_waited_for_where_that_would_not_help(tmp_path, monkeypatch):
         assert freed_space.free_bytes(small, 1 << 20) > 1 << 20
 
 
-def test_what_was_removed_from_an_unmounted_file_system_is_not_expected_on_the_next(tmp_path, monkeypatch):
+def test_space_freed_on_an_unmounted_file_system_is_not_awaited(tmp_path, monkeypatch):
     """The next file system may get the same device number."""
     with small_file_system(tmp_path / "one", 16 << 20) as one:
         (one / "file").write_bytes(bytes(8 << 20))
@@ -60,7 +60,7 @@ def test_what_was_removed_from_an_unmounted_file_system_is_not_expected_on_the_n
         assert freed_space.free_bytes(two, free + (4 << 20)) == free
 
 
-def test_room_that_does_not_come_back_is_waited_for_with_a_limit(tmp_path, monkeypatch):
+def test_wait_for_space_that_stays_in_use_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(freed_space, "_MOST_S", 0.2)
     with small_file_system(tmp_path / "small", 16 << 20) as small:
         held = (small / "file").open("wb")

@@ -56,7 +56,7 @@ CLIPPERS = {
 
 
 @pytest.mark.parametrize("clip", CLIPPERS.values(), ids=CLIPPERS)
-def test_clipping_under_any_name_and_of_any_part_is_torch_s(tmp_path, clip):
+def test_clipping_by_any_name_or_part_matches_torch(tmp_path, clip):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     expected = train(theirs, AdamW(theirs.parameters(), **SETTINGS), data, clip)
@@ -74,7 +74,7 @@ def scaled(of):
             p.grad *= 0.3
 
 
-def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_path):
+def test_loop_that_scales_gradients_trains_bitwise_as_in_memory(tmp_path):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     train(ours, optimizer, data, scaled)
@@ -89,7 +89,7 @@ def test_a_loop_that_multiplies_gradients_trains_as_in_memory_to_the_bit(tmp_pat
     session.close()
 
 
-def test_a_loop_over_norms_sees_those_of_torch(tmp_path):
+def test_gradient_norms_match_those_of_torch(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
 
@@ -120,7 +120,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("look", REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "as they come"])
-def test_what_cannot_be_done_to_gradients_is_one_line_and_the_step_goes_on(tmp_path, look, wait):
+def test_unsupported_gradient_use_is_refused_and_the_step_continues(tmp_path, look, wait):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=wait)
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_done_to_gradients_is_one_line_and_the_step_goes_on(tmp_p
     session.close()
 
 
-def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_keeps_it(tmp_path):
+def test_gradient_consumed_as_it_arrives_is_refused_naming_the_option(tmp_path):
     """torch would find None, clip nothing and return 0."""
     ours, data = model(), batches(1)
     session, optimizer = begin(ours, tmp_path / "run")
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_used_as_it_comes_is_refused_with_the_option_that_kee
     session.close()
 
 
-def test_before_the_last_pass_of_a_step_a_gradient_is_not_whole(tmp_path):
+def test_clipping_before_the_last_backward_pass_is_refused(tmp_path):
     ours, data = model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=True, accumulate=2)
     ours(data[0]).backward()
@@ -166,7 +166,7 @@ def test_before_the_last_pass_of_a_step_a_gradient_is_not_whole(tmp_path):
     session.close()
 
 
-def test_a_parameter_without_a_gradient_has_none(tmp_path):
+def test_frozen_parameter_has_no_gradient(tmp_path):
     ours = model()
     ours.layers[1].norm.weight.requires_grad_(False)
     session, _ = begin(ours, tmp_path / "run", wait=True)
@@ -176,7 +176,7 @@ def test_a_parameter_without_a_gradient_has_none(tmp_path):
     session.close()
 
 
-def test_a_hook_of_the_user_s_sees_the_gradient_as_it_comes(tmp_path):
+def test_user_hook_sees_each_gradient_as_it_arrives(tmp_path):
     ours, theirs, data, found = model(), model(), batches(1), {}
     for name, p in ours.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: p.grad.clone()}))
@@ -188,7 +188,7 @@ def test_a_hook_of_the_user_s_sees_the_gradient_as_it_comes(tmp_path):
     session.close()
 
 
-def test_a_hook_that_takes_a_gradient_away_is_one_line(tmp_path):
+def test_hook_that_takes_a_gradient_away_is_refused(tmp_path):
     ours = model()
     ours.norm.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     session, _ = begin(ours, tmp_path / "run")
@@ -198,7 +198,7 @@ def test_a_hook_that_takes_a_gradient_away_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_models_end_in_any_order_and_leave_torch_and_their_parameters_as_they_were(tmp_path, first):
+def test_two_models_end_in_any_order_and_restore_torch(tmp_path, first):
     stock = torch.nn.utils.clip_grad.clip_grad_norm_
     models = [model(), model(seed=1)]
     sessions = [begin(of, tmp_path / str(n), wait=True)[0] for n, of in enumerate(models)]
@@ -212,7 +212,7 @@ def test_two_models_end_in_any_order_and_leave_torch_and_their_parameters_as_the
         assert all(type(p) is torch.nn.Parameter and p.grad is None for p in of.parameters())
 
 
-def test_factors_are_of_one_step(tmp_path):
+def test_gradient_factors_apply_to_one_step_only(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     reference = AdamW(theirs.parameters(), **SETTINGS)
@@ -229,7 +229,7 @@ def test_factors_are_of_one_step(tmp_path):
     session.close()
 
 
-def test_a_step_that_is_done_again_has_the_loop_s_factors():
+def test_redone_step_keeps_the_gradient_factors_of_the_loop():
     class Waiting:
         def waiting_facts(self):
             return {}
@@ -256,9 +256,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"wait": True}, {"options": EngineOptions(versions=1)}], ids=["direct", "waiting", "one version"]
 )
-def test_a_gradient_that_was_set_to_zero_updates_as_in_torch_and_one_that_never_came_does_not(
-    tmp_path, options, zeroes
-):
+def test_zero_gradients_update_parameters_but_missing_ones_do_not(tmp_path, options, zeroes):
     """zero_grad(set_to_none=False): moments and weights decay, but only of parameters that had a gradient before."""
 
     def made():

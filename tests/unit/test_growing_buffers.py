@@ -31,7 +31,7 @@ def taken(buffers, count):
 
 
 @pytest.mark.parametrize("under_way", [1, 2, 3])
-def test_each_sub_group_under_way_may_need_a_buffer_for_its_gradient(made, under_way):
+def test_each_sub_group_in_flight_may_add_one_gradient_buffer(made, under_way):
     buffers = made(3 * under_way)
     groups = [taken(buffers, 4) for _ in range(under_way)]
     assert len({buffer.data_ptr() for group in groups for buffer in group}) == 4 * under_way
@@ -41,7 +41,7 @@ def test_each_sub_group_under_way_may_need_a_buffer_for_its_gradient(made, under
     assert len(buffers.all_buffers) == 4 * under_way
 
 
-def test_nothing_grows_while_no_gradient_needs_a_buffer(made):
+def test_no_buffer_is_added_while_no_gradient_needs_one(made):
     buffers = made(9)
     for _ in range(3):
         groups = [taken(buffers, 3) for _ in range(3)]

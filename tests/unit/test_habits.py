@@ -57,7 +57,7 @@ def test_lint_runs_every_tool_of_its_extra():
         ("Fix: the area is in lower case", False),
     ],
 )
-def test_the_hook_for_commit_subjects(message, good):
+def test_commit_subject_hook_accepts_only_valid_subjects(message, good):
     hook = hooks()["commit-subject"]
     assert hook["args"] == ["--multiline", "--negate"]  # as pre-commit's pygrep expects it
     assert bool(re.search(hook["entry"], message, re.MULTILINE | re.DOTALL)) is good
@@ -72,7 +72,7 @@ def test_hosted_ci_runs_what_a_change_must_pass():
 
 
 @pytest.mark.parametrize("form", [path.name for path in FORMS if path.name != "config.yml"])
-def test_an_issue_form_is_whole(form):
+def test_issue_form_is_complete(form):
     found = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE" / form).read_text())
     assert {"name", "description", "body"} <= found.keys()
     assert {part["type"] for part in found["body"]} <= {"dropdown", "input", "markdown", "textarea"}
@@ -81,7 +81,7 @@ def test_an_issue_form_is_whole(form):
     assert all(part["attributes"]["label"] for part in fields)
 
 
-def test_the_form_for_deviations_shows_a_claim_that_exists():
+def test_deviation_form_shows_an_existing_claim():
     found = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/paper-deviation.yml").read_text())
     (claim,) = [part for part in found["body"] if part.get("id") == "claim"]
     shown = claim["attributes"]["placeholder"]
@@ -89,14 +89,14 @@ def test_the_form_for_deviations_shows_a_claim_that_exists():
     assert any(f"- id: {shown}\n" in file.read_text() for file in files)
 
 
-def test_make_targets_that_contributors_are_told_of_exist():
+def test_make_targets_named_in_contributor_documents_exist():
     files = [ROOT / "CONTRIBUTING.md", ROOT / ".github/pull_request_template.md", ROOT / ".pre-commit-config.yaml"]
     told = {word for file in files for word in re.findall(r"\bmake ([a-z][\w-]*)", file.read_text())}
     assert told - targets() - {"these"} == set()
     assert {"lint", "format", "test"} <= told
 
 
-def test_the_list_of_modules_that_are_not_strict_only_shrinks():
+def test_list_of_modules_without_strict_typing_only_shrinks():
     (left,) = [entry for entry in project()["tool"]["mypy"]["overrides"] if entry.get("ignore_errors")]
     assert len(left["module"]) <= NOT_STRICT
     assert left["module"] == sorted(set(left["module"]))
@@ -104,6 +104,6 @@ def test_the_list_of_modules_that_are_not_strict_only_shrinks():
     assert [name for name in names if importlib.util.find_spec(name) is None] == []
 
 
-def test_type_checkers_of_users_see_the_annotations():
+def test_package_ships_its_type_annotations():
     assert (ROOT / "memascend/py.typed").exists()
     assert "py.typed" in project()["tool"]["setuptools"]["package-data"]["*"]

@@ -34,7 +34,7 @@ def has_malloc_trim():
 
 
 @pytest.mark.skipif(not has_malloc_trim(), reason="the C library has no malloc_trim")
-def test_what_lies_freed_between_small_tensors_is_given_back():
+def test_memory_freed_between_small_tensors_is_returned():
     environment = {**MALLOC, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_what_lies_freed_between_small_tensors_is_given_back():
     assert left < 20 * MIB
 
 
-def test_memory_is_given_back_after_the_first_step_and_after_growth_counted_from_the_least():
+def test_heap_is_trimmed_after_first_step_and_after_growth():
     resident, trims = [500 * MIB], []
 
     def trim():

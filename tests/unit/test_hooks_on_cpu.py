@@ -42,7 +42,7 @@ def beside(step: Step, phase: str, block: int) -> list[str]:
     ("system", "forward", "backward"),
     [("zero_infinity", 187_826_176, 146_341_888), ("memascend", 187_301_888, 146_866_176)],
 )
-def test_each_phase_reads_what_it_read_in_a_real_step_to_the_byte(system, forward, backward):
+def test_each_phase_reads_the_bytes_of_a_real_step(system, forward, backward):
     assert served(step_of(work(system)), "ssd.read") | {"optimizer": 0} == {
         "forward": forward,
         "backward": backward,
@@ -50,7 +50,7 @@ def test_each_phase_reads_what_it_read_in_a_real_step_to_the_byte(system, forwar
     }
 
 
-def test_with_uniform_buffers_a_read_runs_beside_the_module_after_the_one_that_freed_its_buffer():
+def test_uniform_buffer_read_overlaps_module_after_the_freeing_one():
     step = step_of(work("zero_infinity"))
     small = ["block 7: down_proj", "", "block 8: k_proj", "block 8: v_proj"]
     assert beside(step, "forward", 9) == [*small, "block 8: o_proj", "", ""]  # norm and activation have no products
@@ -58,14 +58,14 @@ def test_with_uniform_buffers_a_read_runs_beside_the_module_after_the_one_that_f
     assert beside(step, "backward", 9) == [*small, "", "block 10: v_proj", "block 10: k_proj"]
 
 
-def test_with_the_adaptive_pool_a_read_runs_beside_the_same_matrix_of_the_block_before():
+def test_adaptive_pool_read_overlaps_same_matrix_of_previous_block():
     step = step_of(work("memascend"))
     assert beside(step, "forward", 9) == [f"block 8: {matrix}" for matrix in MATRICES]
     assert beside(step, "backward", 9) == [f"block 10: {matrix}, again" for matrix in MATRICES]
 
 
 @pytest.mark.parametrize(("buffers", "waits"), [(4, True), (5, False)])
-def test_the_thread_waits_for_gradients_where_they_fill_all_swap_buffers(buffers, waits):
+def test_thread_waits_for_gradients_that_fill_all_swap_buffers(buffers, waits):
     step = step_of(work("memascend", sizes=SwapSizes(optimizer_buffers=buffers)))
     last = [task for task in step.tasks if "last gradients" in task.name]
     assert bool(last) == waits
@@ -76,12 +76,12 @@ def test_the_thread_waits_for_gradients_where_they_fill_all_swap_buffers(buffers
     assert served(step, "ssd.write")["backward"] - norms - embedding == 243_269_632  # as in a real step
 
 
-def test_gradients_leave_by_buckets():
+def test_gradients_are_written_in_buckets():
     first = [task for task in step_of(work("zero_infinity")).tasks if task.name == "write gradients 1"]
     assert first[0].after == ("backward: block 7: down_proj",)  # 31 of 77 million elements are nine blocks and a part
 
 
-def test_a_step_for_a_gpu_a_mixture_and_states_in_memory_are_not_of_this_kind():
+def test_hooks_do_not_wait_with_gpu_mixture_or_zero_offload():
     on_gpu = [replace(work("zero_infinity"), device=device) for device in (None, "cuda")]
     mixture = replace(work("zero_infinity"), spec=model_spec("qwen3-30b-a3b").twin(8))
     for each in (*on_gpu, mixture, work("zero_offload")):
@@ -91,14 +91,14 @@ def test_a_step_for_a_gpu_a_mixture_and_states_in_memory_are_not_of_this_kind():
 
 @pytest.mark.parametrize("changes", [{"ranks": 2}, {"accumulation": 3}, {"blocks_in_flight": 2}])
 @pytest.mark.parametrize("system", ["zero_infinity", "memascend"])
-def test_every_weight_is_read_whatever_is_configured(system, changes):
+def test_every_weight_is_read_in_every_configuration(system, changes):
     one = sum(served(step_of(work(system)), "ssd.read")[phase] for phase in ("forward", "backward"))
     step = step_of(work(system, **changes))
     read = served(step, "ssd.read")
     assert read["forward"] + read["backward"] == one * changes.get("accumulation", 1)
 
 
-def test_where_weights_stay_on_the_device_the_last_bucket_is_written_after_backward():
+def test_last_bucket_is_written_late_if_weights_stay_on_device():
     """In a traced step of zero3, as here, four fifths of the gradients
     were submitted when the embedding's had arrived."""
     on_cpu_, on_gpu = (step_of(work("mlp_offload", arm="zero3", device=device)) for device in ("cpu", "cuda"))

@@ -98,7 +98,7 @@ def assert_same(found, expected):
     ],
     ids=["bf16", "fp32, clipped", "two passes"],
 )
-def test_it_trains_as_with_two_versions_and_takes_less_room(tmp_path, dtype, options):
+def test_one_version_trains_like_two_at_its_planned_size(tmp_path, dtype, options):
     passes = options.get("accumulate", 1)
     ours, theirs = model(dtype), model(dtype)
     one, two = (
@@ -149,7 +149,7 @@ def instants(monkeypatch, folder, copies):
         pytest.param({"clip": 0.1, "zero_missing": True}, 1, id="clipped, all", marks=pytest.mark.slow),
     ],
 )
-def test_a_kill_at_any_instant_of_a_step_goes_on_to_the_same_bits(tmp_path, options, every, monkeypatch, caplog):
+def test_resume_after_kill_at_any_instant_gives_same_bits(tmp_path, options, every, monkeypatch, caplog):
     whole = model(torch.bfloat16)
     engine = begin(whole, tmp_path / "whole", **options)
     train(whole, engine, range(3))
@@ -180,7 +180,7 @@ def test_a_kill_at_any_instant_of_a_step_goes_on_to_the_same_bits(tmp_path, opti
     assert {(1, False), (2, True), (2, False)} == set(reached)
 
 
-def test_a_step_with_an_infinite_gradient_leaves_room_for_the_next(tmp_path):
+def test_infinite_gradient_leaves_space_for_the_next_step(tmp_path):
     ours, theirs = model(), model()
     one, two = begin(ours, tmp_path / "one"), begin(theirs, tmp_path / "two", versions=2, wait=True)
     for of, engine in ((ours, one), (theirs, two)):
@@ -194,7 +194,7 @@ def test_a_step_with_an_infinite_gradient_leaves_room_for_the_next(tmp_path):
     two.close()
 
 
-def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, monkeypatch):
+def test_resume_completes_an_update_interrupted_by_an_error(tmp_path, monkeypatch):
     whole = model()
     engine = begin(whole, tmp_path / "whole")
     train(whole, engine, range(2))
@@ -229,7 +229,7 @@ def test_an_error_in_the_middle_of_an_update_is_finished_by_a_resume(tmp_path, m
     engine.close()
 
 
-def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_path):
+def test_restored_states_count_as_a_step_only_when_complete(tmp_path):
     ours = model()
     engine = begin(ours, tmp_path / "ours")
     train(ours, engine, range(2))
@@ -249,7 +249,7 @@ def test_states_that_are_put_back_are_no_completed_step_until_they_all_are(tmp_p
     engine.close()
 
 
-def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monkeypatch, caplog):
+def test_two_versions_or_one_are_chosen_by_free_space(tmp_path, monkeypatch, caplog):
     ours = model()
     probe = begin(copy.deepcopy(ours), tmp_path / "probe")
     two, one = (in_place_update.bytes_of(probe.layout, count, torch.float32, 3) for count in (2, 1))
@@ -278,7 +278,7 @@ def test_two_versions_are_taken_where_they_fit_then_one_then_none(tmp_path, monk
 
 
 @pytest.mark.parametrize("options", [{"clip": 1.0}, {"accumulate": 2}, {"wait": True}], ids=str)
-def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch, options):
+def test_waiting_gradients_need_space_in_addition_to_two_versions(tmp_path, monkeypatch, options):
     """They are stored with one version, and in addition to two: without space for both a first step would fail."""
     monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # the reported free space is all there is
     ours = model()
@@ -295,7 +295,7 @@ def test_gradients_that_wait_need_room_beside_two_versions(tmp_path, monkeypatch
         engine.close(destroy=True)
 
 
-def test_a_loop_of_three_lines_goes_on_with_its_note_after_a_kill_in_its_update(tmp_path, monkeypatch):
+def test_simple_loop_resumes_with_its_note_after_kill_in_update(tmp_path, monkeypatch):
     def loop(session, of, steps):
         session.hook(of)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, options=EngineOptions(versions=1))
@@ -347,7 +347,7 @@ for step in range(done, steps):
 
 
 @pytest.mark.slow  # some twenty processes
-def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights(tmp_path):
+def test_process_killed_repeatedly_reaches_the_same_weights(tmp_path):
     expected = CrashLoop(_LOOP, tmp_path / "whole", 150).digest()
     ours = CrashLoop(_LOOP, tmp_path / "ours", 150)
     reached = [int(step) for (step,) in ours.killed(12, 5)]

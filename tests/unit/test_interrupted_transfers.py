@@ -50,7 +50,7 @@ def tier(tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ASKED)
-def test_a_transfer_whose_outcome_was_taken_and_not_told_ends_as_cancelled(tier, monkeypatch, name):
+def test_transfer_whose_outcome_is_lost_ends_as_cancelled(tier, monkeypatch, name):
     tier.write("a", torch.ones(5000)).wait()
     requests = tier._all[0]
     out = torch.zeros(5000)
@@ -66,7 +66,7 @@ def test_a_transfer_whose_outcome_was_taken_and_not_told_ends_as_cancelled(tier,
 
 
 @pytest.mark.timeout(60)
-def test_another_thread_that_waits_for_it_is_told_too(tier, monkeypatch):
+def test_another_waiting_thread_also_gets_the_cancellation(tier, monkeypatch):
     monkeypatch.setattr(engine_requests, "_LOST_S", 0.05)
     tier.write("a", torch.ones(5000)).wait()
     requests, read, told = tier._all[0], tier.read("a", torch.zeros(5000)), []
@@ -88,7 +88,7 @@ def test_another_thread_that_waits_for_it_is_told_too(tier, monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_a_transfer_that_was_submitted_and_not_noted_is_no_error_at_the_end(tier, monkeypatch):
+def test_interrupted_submission_causes_no_error_at_close(tier, monkeypatch):
     with monkeypatch.context() as during:
         during.setattr(tier._all[0], "engine", Interrupting(tier._all[0].engine, "take_ended"))
         during.setattr(tier, "engine", Interrupting(tier.engine, "write"))
@@ -98,7 +98,7 @@ def test_a_transfer_that_was_submitted_and_not_noted_is_no_error_at_the_end(tier
 
 
 @pytest.mark.timeout(60)
-def test_a_transfer_that_was_told_by_half_ends_as_cancelled(tier, monkeypatch):
+def test_half_settled_transfer_ends_as_cancelled(tier, monkeypatch):
     written = tier.write("a", torch.ones(5000))
     with monkeypatch.context() as during:
         during.setattr(type(written), "_settle", interrupted)

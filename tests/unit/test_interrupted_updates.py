@@ -33,7 +33,7 @@ def resume(of, folder, **options):
     ],
     ids=["bf16", "fp32, clipped", "naive, two passes", "optimizer after backward"],
 )
-def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_room(tmp_path, dtype, options, caplog):
+def test_one_version_without_redo_trains_like_two_in_less_space(tmp_path, dtype, options, caplog):
     caplog.set_level(logging.INFO, "memascend")
     passes = options.get("accumulate", 1)
     ours, theirs = model(dtype), model(dtype)
@@ -60,7 +60,7 @@ def test_it_trains_as_with_two_versions_with_as_many_bytes_moved_in_half_the_roo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_room_for_fresh_copies_lasts_for_many_steps(tmp_path):
+def test_space_for_fresh_copies_lasts_for_many_steps(tmp_path):
     ours = model(torch.bfloat16)
     engine = begin(ours, tmp_path / "ours")
     for step in range(24):
@@ -73,7 +73,7 @@ def test_the_room_for_fresh_copies_lasts_for_many_steps(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"clip": 0.1, "zero_missing": True}], ids=["plain", "clipped"])
-def test_a_kill_leaves_the_last_step_or_the_next_or_incomplete_states_that_are_refused(tmp_path, options, monkeypatch):
+def test_kill_leaves_a_whole_step_or_refused_incomplete_states(tmp_path, options, monkeypatch):
     whole = model(torch.bfloat16)
     engine = begin(whole, tmp_path / "whole", **options)
     train(whole, engine, range(3))
@@ -108,7 +108,7 @@ def test_a_kill_leaves_the_last_step_or_the_next_or_incomplete_states_that_are_r
     assert min(counts) > 0
 
 
-def test_a_step_that_is_given_up_before_anything_was_replaced_is_forgotten_and_one_after_it_is_an_error(tmp_path):
+def test_step_can_be_given_up_only_before_anything_is_replaced(tmp_path):
     ours = model()
     engine = begin(ours, tmp_path / "ours")
     train(ours, engine, range(1))
@@ -140,7 +140,7 @@ class LateInfinity(Model):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_an_infinite_gradient_that_comes_last_tears_the_states_unless_gradients_wait_for_it(tmp_path, wait):
+def test_late_infinite_gradient_interrupts_update_unless_gradients_wait(tmp_path, wait):
     torch.manual_seed(0)
     ours = LateInfinity()
     engine = begin(ours, tmp_path / "ours", wait=wait)
@@ -156,7 +156,7 @@ def test_an_infinite_gradient_that_comes_last_tears_the_states_unless_gradients_
     engine.close()
 
 
-def test_without_a_redo_there_is_one_version(tmp_path):
+def test_without_redo_one_version_is_kept(tmp_path):
     engine = begin(model(), tmp_path / "states", versions=None)
     assert engine.options.versions == 1
     assert engine.versions_why == "as asked for"
@@ -165,7 +165,7 @@ def test_without_a_redo_there_is_one_version(tmp_path):
         EngineOptions(versions=2, redo=False)
 
 
-def test_states_that_were_closed_between_steps_are_whole_and_a_checkpoint_is_a_copy(tmp_path):
+def test_closed_states_are_whole_and_a_checkpoint_is_a_copy(tmp_path):
     """The state dict of a simple loop does not change in later steps."""
     options = EngineOptions(versions=1, redo=False)
 
@@ -244,7 +244,7 @@ for step in range(done, steps):
 
 
 @pytest.mark.slow  # some twenty processes
-def test_a_process_that_is_killed_again_and_again_reaches_the_same_weights_from_checkpoints(tmp_path):
+def test_process_killed_repeatedly_reaches_same_weights_from_checkpoints(tmp_path):
     expected = CrashLoop(_LOOP, tmp_path / "whole", 100).digest()
     ours = CrashLoop(_LOOP, tmp_path / "ours", 100)
     found = [(int(step), how) for step, how in ours.killed(15, 9)]

@@ -87,7 +87,7 @@ def assert_equal(model, expected):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_goes_on_has_the_buffers_of_its_last_step(tmp_path, mode):
+def test_resumed_run_has_the_buffers_of_its_last_step(tmp_path, mode):
     theirs = made()
     train(theirs, AdamW(theirs.parameters(), lr=1e-2), range(4))
     ours = made()
@@ -122,7 +122,7 @@ def test_buffers_that_do_not_change_are_written_once(tmp_path, monkeypatch):
     session.close()
 
 
-def test_a_model_without_persistent_buffers_takes_no_room_for_them(tmp_path):
+def test_model_without_persistent_buffers_reserves_no_space_for_them(tmp_path):
     ours = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     ours.register_buffer("constant", torch.ones(1 << 20), persistent=False)
     session, _ = begin(ours, tmp_path / "session")
@@ -131,7 +131,7 @@ def test_a_model_without_persistent_buffers_takes_no_room_for_them(tmp_path):
     session.close()
 
 
-def test_buffers_that_outgrow_their_room_are_left_out_with_one_line(tmp_path, caplog):
+def test_buffers_that_outgrow_their_space_are_skipped_with_a_warning(tmp_path, caplog):
     ours = made()
     session, optimizer = begin(ours, tmp_path / "session")
     train(ours, optimizer, range(1))
@@ -147,7 +147,7 @@ def test_buffers_that_outgrow_their_room_are_left_out_with_one_line(tmp_path, ca
     session.close()
 
 
-def test_a_store_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(tmp_path, monkeypatch, caplog):
+def test_store_of_an_earlier_version_resumes_without_buffers(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as earlier:
         earlier.setattr("memascend.engine.kept_buffers.buffer_space_bytes", lambda _: 0)
         earlier.setattr("memascend.engine.runtime.buffer_space_bytes", lambda _: 0)
@@ -163,7 +163,7 @@ def test_a_store_of_an_earlier_version_goes_on_and_says_that_it_has_no_buffers(t
     session.close()
 
 
-def test_buffers_of_another_shape_or_name_are_taken_over_where_they_fit(tmp_path, caplog):
+def test_buffers_of_other_shapes_or_names_are_restored_if_possible(tmp_path, caplog):
     ours = made()
     session, optimizer = begin(ours, tmp_path / "session")
     train(ours, optimizer, range(2))

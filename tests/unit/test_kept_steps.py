@@ -16,7 +16,7 @@ from memascend.training.worker import FINISHED, Worker
         (3, 2, 2, [4]),
     ],
 )
-def test_the_checkpoint_that_was_due_is_saved_before_training_goes_on(kept, saved, every, expected):
+def test_due_checkpoint_is_saved_before_training_continues(kept, saved, every, expected):
     run = Worker.__new__(Worker)
     run.config = TrainConfig(model="m", data=["d"], save_every=every, eval_every=0)
     run.step, run.steps, run.saved, run.evaluated, written = kept, 4, saved, 0, []

@@ -37,15 +37,15 @@ def last_step(stop_in_step: bool, stop_in_evaluation: bool) -> str:
 
 
 @pytest.mark.parametrize(("in_step", "in_evaluation"), [(True, False), (False, True)])
-def test_a_stop_before_or_in_the_last_evaluation_is_no_end(in_step, in_evaluation):
+def test_stop_before_or_in_last_evaluation_stops_the_run(in_step, in_evaluation):
     assert last_step(in_step, in_evaluation) == STOPPED
 
 
-def test_without_a_stop_the_run_ends():
+def test_run_without_a_stop_finishes():
     assert last_step(False, False) == FINISHED
 
 
-def test_a_report_says_of_which_step_its_evaluation_is():
+def test_report_says_which_step_was_evaluated():
     rows = [STEP | {"step": 1}, {"kind": "eval", "step": 1, "loss": 2.5}, STEP | {"step": 2}]
     summary = report.summary(rows)
     assert (summary["eval_step"], summary["steps"]) == (1, 2)
@@ -70,11 +70,11 @@ def run(tmp_path):
     return folder
 
 
-def test_info_sends_a_run_whose_last_evaluation_is_missing_to_resume(run):
+def test_info_suggests_resume_if_last_evaluation_is_missing(run):
     assert f"memascend train --output {run.root} --resume" in as_text(info(run.root)).splitlines()[-1]
 
 
-def test_info_does_not_call_a_run_done_whose_last_step_is_nowhere(run):
+def test_info_suggests_resume_if_the_last_step_is_not_saved(run):
     with run.metrics.open("a") as file:
         file.write(json.dumps({"kind": "eval", "step": 2, "loss": 1.0}) + "\n")
     said = as_text(info(run.root))
@@ -82,14 +82,14 @@ def test_info_does_not_call_a_run_done_whose_last_step_is_nowhere(run):
     assert f"memascend train --output {run.root} --resume" in said
 
 
-def test_info_says_that_states_are_incomplete_also_by_its_earlier_name(run, monkeypatch):
+def test_info_reports_incomplete_states_under_both_names(run, monkeypatch):
     monkeypatch.setattr("memascend.training.info._kept", lambda _: (None, True))
     found = info(run.root)
     assert found["states_are_partial"] is found["states_are_torn"] is True
     assert "states       incomplete: a step was interrupted" in as_text(found)
 
 
-def test_info_of_a_run_that_lost_its_preparation_does_not_deny_its_states(run):
+def test_info_without_preparation_does_not_announce_a_fresh_start(run):
     run.prepared.unlink()
     said = as_text(info(run.root))
     assert "prepared.json is missing" in said
@@ -97,14 +97,14 @@ def test_info_of_a_run_that_lost_its_preparation_does_not_deny_its_states(run):
 
 
 @pytest.mark.parametrize("text", ["5", "{}", '{"kind": "step"}', '{"kind": "step", "step": "x"}', "[1]", '{"kind": 1}'])
-def test_a_line_of_the_metrics_that_is_no_row_is_left_out(run, text):
+def test_invalid_line_of_the_metrics_is_left_out(run, text):
     with run.metrics.open("a") as file:
         file.write(text + "\n")
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '"x"', "5"])
-def test_a_preparation_of_another_shape_is_damaged(run, text):
+def test_malformed_preparation_is_reported_as_damaged(run, text):
     run.prepared.write_text(text)
     with pytest.raises(ValueError, match=r"prepared\.json is damaged .*: remove .*--resume prepares"):
         preparation.read_prepared(run)
@@ -114,7 +114,7 @@ def test_a_preparation_of_another_shape_is_damaged(run, text):
     "text",
     ["[1]", '{"train.tokens": 5, "eval.tokens": 5}', '{"train.tokens": {"size": 1}, "eval.tokens": {"size": 1}}', "{}"],
 )
-def test_a_record_of_the_text_of_another_shape_is_damaged(run, text):
+def test_malformed_text_record_is_reported_as_damaged(run, text):
     run.text.write_text(text)
     with pytest.raises(ValueError, match=r"text\.json is damaged"):
         recorded_text.recorded(run)

@@ -41,24 +41,24 @@ def test_near_memory_is_filled_from_the_lowest_tolerance_up():
     }
 
 
-def test_a_split_leaves_near_memory_what_its_bandwidth_does_not_ask_for():
+def test_split_uses_only_bandwidth_share_of_near_memory():
     made = placed({MASTERS: 120, WEIGHTS: 4}, [DRAM, CARD])
     assert made == {MASTERS: (SPLIT, {0: 96, 1: 24}), WEIGHTS: (NEAR, {0: 4})}
 
 
-def test_far_memory_is_divided_by_bandwidth_and_room():
+def test_far_memory_is_divided_by_bandwidth_and_free_space():
     rooms = [Room(0, 0, near=True), Room(1, 1000, bandwidth=30), Room(2, 10, bandwidth=10)]
     rooms = [Room(room.node, room.nbytes, room.near, room.bandwidth or 100) for room in rooms]
     assert placed({ACTIVATIONS: 40}, rooms) == {ACTIVATIONS: (FAR, {1: 30, 2: 10})}
     assert placed({ACTIVATIONS: 80}, rooms) == {ACTIVATIONS: (FAR, {1: 70, 2: 10})}
 
 
-def test_nodes_whose_bandwidth_nobody_says_count_alike():
+def test_nodes_share_equally_if_a_bandwidth_is_unknown():
     rooms = [Room(0, 0, near=True), Room(1, 100, bandwidth=None), Room(2, 100, bandwidth=5)]
     assert placed({WEIGHTS: 60}, rooms) == {WEIGHTS: (FAR, {1: 30, 2: 30})}
 
 
-def test_what_fits_nowhere_is_refused_with_both_sums():
+def test_tensors_that_do_not_fit_are_refused_with_both_sums():
     with pytest.raises(MemoryError, match=r"3\.00 GiB of tensors, and nodes 0, 1 have 2\.00 GiB for them"):
         latency_first([Item(MASTERS, 3 << 30)], [Room(0, 1 << 30, near=True), Room(1, 1 << 30)])
 
@@ -67,7 +67,7 @@ def test_what_fits_nowhere_is_refused_with_both_sums():
     st.dictionaries(st.sampled_from(CLASSES), st.integers(0, 1 << 45), min_size=1),
     st.lists(st.tuples(st.integers(0, 1 << 45), st.booleans(), st.sampled_from([None, 1.0, 27.0, 204.8])), max_size=5),
 )
-def test_no_node_gets_more_than_it_has_and_no_byte_is_lost(sizes, described):
+def test_no_node_is_overfilled_and_no_byte_is_lost(sizes, described):
     rooms = [Room(node, nbytes, near, bandwidth) for node, (nbytes, near, bandwidth) in enumerate(described)]
     items = [Item(name, size) for name, size in sizes.items()]
     if sum(sizes.values()) > sum(room.nbytes for room in rooms):
@@ -87,13 +87,13 @@ def test_no_node_gets_more_than_it_has_and_no_byte_is_lost(sizes, described):
             assert not any(near & set(other.bytes_by_node) for other in later)
 
 
-def test_an_allocation_is_a_policy():
+def test_allocation_becomes_a_placement_policy():
     made = latency_first([Item(MASTERS, 100), Item(ARRIVING, 80)], [DRAM, CARD, Room(2, 1000, bandwidth=75)])
     assert made[MASTERS].placement() == on_node(0)
     assert made[ARRIVING].placement() == weighted({1: 20, 2: 60})
 
 
-def test_rooms_are_what_is_available_below_the_limits():
+def test_space_per_node_is_available_memory_up_to_limits():
     topology = Topology.of(
         Node(number=0, cpus="0-3", total_bytes=100, available_bytes=80, distances={0: 10}, bandwidth_bytes_per_s=4.0),
         Node(number=1, total_bytes=50, available_bytes=50, distances={1: 10}),
@@ -105,7 +105,7 @@ def test_rooms_are_what_is_available_below_the_limits():
         rooms_of(topology, {7: 1})
 
 
-def test_a_class_is_found_by_owner_and_other_buffers_stay_with_the_kernel():
+def test_buffer_class_and_its_policy_are_found_by_owner():
     owners = {"momentum": MOMENTUM, "gradient_flat_buffer": ARRIVING, "activation_checkpoints": ACTIVATIONS}
     assert {owner: class_of(owner) for owner in owners} == owners
     assert class_of("process") is None

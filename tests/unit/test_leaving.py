@@ -6,7 +6,7 @@ import time
 from memascend.storage import leaving
 
 
-def test_without_a_limit_the_watch_goes_on_where_nothing_has_transfers():
+def test_watch_without_limit_continues_even_with_no_transfers():
     """`memascend train` of a system without a tier needs this, from its first SIGTERM on."""
     watch = leaving._Watch()
     watch.begin(0.1, math.inf)

@@ -31,7 +31,7 @@ def entry(**changes) -> LedgerEntry:
     return LedgerEntry(**(base | changes))
 
 
-def test_defaults_are_the_request():
+def test_sizes_default_to_the_requested_bytes():
     ledger = Ledger()
     ledger.record("x", "test", 100)
     (got,) = ledger.entries()
@@ -39,7 +39,7 @@ def test_defaults_are_the_request():
     assert (got.role, got.allocator, got.address, got.locked, got.died_s) == ("host", "pageable", None, False, None)
 
 
-def test_close_once_and_only_what_is_booked():
+def test_entry_closes_once_and_must_exist():
     ledger = Ledger()
     number = ledger.record("x", "test", 100)
     ledger.close(number)
@@ -59,14 +59,14 @@ def test_close_once_and_only_what_is_booked():
         {"requested_bytes": 10, "born_s": 2.0, "died_s": 1.0},
     ],
 )
-def test_what_cannot_be_is_refused(bad):
+def test_impossible_entries_are_refused(bad):
     ledger = Ledger()
     with pytest.raises(ValueError, match="ledger entry 'x'"):
         ledger.record("x", "test", **bad)
     assert ledger.entries() == []
 
 
-def test_peak_counts_what_lives_together_by_role_and_measure():
+def test_peak_counts_simultaneous_entries_by_role_and_measure():
     ledger = Ledger()
     ledger.record("a", "t", 10, reserved_bytes=16, touched_bytes=12, born_s=0, died_s=5)
     ledger.record("b", "t", 20, born_s=5, died_s=9)  # replaces a at the same instant
@@ -97,7 +97,7 @@ def test_peak_measures_differ_and_unknown_ones_are_refused():
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.one_of(st.none(), st.integers(0, 30)), st.integers(0, 1000)), max_size=30)
 )
-def test_peak_agrees_with_looking_at_every_instant(spans):
+def test_peak_agrees_with_a_check_of_every_instant(spans):
     ledger = Ledger()
     for born, length, size in spans:
         ledger.record("x", "t", size, born_s=born, died_s=None if length is None else born + length)
@@ -130,7 +130,7 @@ def test_json_has_the_fields_of_the_record_and_shifted_times():
     assert math.isclose(item["died_s"], 3.0)
 
 
-def test_sources_are_asked_before_every_question():
+def test_sources_run_before_every_query():
     ledger = Ledger()
     number = ledger.record("a", "t", 10)
     pending = [number]
@@ -140,7 +140,7 @@ def test_sources_are_asked_before_every_question():
     assert ledger.live() == []
 
 
-def test_threads_book_and_close():
+def test_threads_record_and_close_entries():
     ledger = Ledger()
 
     def work():
@@ -181,7 +181,7 @@ def test_verification_counts_only_touched_pages():
         assert not check.agrees
 
 
-def test_closed_entries_are_forgotten_but_for_those_of_the_peaks(monkeypatch):
+def test_closed_entries_are_forgotten_except_those_of_peaks(monkeypatch):
     drawn, whole = random.Random(1), Ledger()
     monkeypatch.setattr("memascend.memory.ledger._MOST_DEAD", 50)
     ledger, alive = Ledger(), []

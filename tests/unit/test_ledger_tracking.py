@@ -37,7 +37,7 @@ def test_install_and_uninstall():
     assert before - tracking.live_bytes()["host"] == 400_000
 
 
-def test_blocks_from_before_the_install_are_freed_by_their_own_allocator():
+def test_blocks_allocated_before_install_are_not_tracked():
     tracking.uninstall()
     stock = torch.ones(100_000)
     tracking.install()
@@ -46,7 +46,7 @@ def test_blocks_from_before_the_install_are_freed_by_their_own_allocator():
     assert tracking.events() == []
 
 
-def test_the_kernel_tells_the_roles_apart():
+def test_kernel_counts_distinguish_device_and_host_roles():
     size = 64 * MIB
     ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests freed must not be used for the tensors below
     shared, private = resident("RssShmem"), resident("RssAnon")
@@ -80,7 +80,7 @@ def test_events_name_block_role_and_time():
     assert tracking.dropped_events() == 0
 
 
-def test_small_blocks_are_not_logged_and_views_are_not_blocks():
+def test_small_blocks_and_views_are_not_logged():
     small = torch.empty(tracking.TRACKED_FROM_BYTES - 1, dtype=torch.uint8)
     assert tracking.events() == []
     large = torch.empty(tracking.TRACKED_FROM_BYTES, dtype=torch.uint8)
@@ -90,7 +90,7 @@ def test_small_blocks_are_not_logged_and_views_are_not_blocks():
     assert small.data_ptr() != view.data_ptr()
 
 
-def test_without_events_there_are_totals_alone():
+def test_without_events_only_totals_are_kept():
     tracking.install(events=False)
     before = tracking.live_bytes()["host"]
     tensor = torch.empty(MIB, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def test_without_events_there_are_totals_alone():
     assert tracking.events() == []
 
 
-def test_totals_and_peaks_by_role():
+def test_totals_and_peaks_are_counted_by_role():
     start = tracking.live_bytes()
     tracking.reset_peaks()
     first = torch.empty(MIB, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def test_totals_and_peaks_by_role():
     assert tracking.peak_bytes() == start
 
 
-def test_role_is_restored_after_an_error_and_unknown_roles_are_refused():
+def test_role_is_restored_after_error_and_unknown_role_refused():
     with pytest.raises(KeyError), tracking.role("device"):
         raise KeyError
     assert tracking.current_role() == "host"
@@ -121,7 +121,7 @@ def test_role_is_restored_after_an_error_and_unknown_roles_are_refused():
         tracking.set_role("gpu")
 
 
-def test_role_holds_for_autograds_threads():
+def test_role_applies_to_autograd_threads():
     weight = torch.ones(100_000, requires_grad=True)
     loss = (weight * 2).sum()
     tracking.events()
@@ -150,7 +150,7 @@ def test_training_gives_the_same_bits_in_either_role():
     assert torch.equal(plain, train())
 
 
-def test_tensors_grow_and_go_to_numpy_and_back():
+def test_tensors_grow_and_survive_conversion_to_numpy():
     with tracking.role("device"):
         tensor = torch.arange(100_000)
         tensor.resize_(200_000)

@@ -27,12 +27,12 @@ def versions(lines: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "file"), lock.WHOLE.items())
-def test_the_lock_of_a_constraint_file_has_its_pins_and_no_torch(name, file):
+def test_lock_of_a_constraint_file_has_its_pins_without_torch(name, file):
     assert locked(name) == versions([line for each, line in lock.pins(ROOT / file).items() if each != "torch"])
 
 
 @pytest.mark.parametrize("name", ["core", *lock.EXTRAS])
-def test_the_lock_of_an_extra_has_all_that_it_needs_as_pinned(name):
+def test_lock_of_an_extra_has_all_its_pinned_requirements(name):
     pins = versions(list(lock.pins(ROOT / lock.USUAL).values()))
     found = locked(name)
     assert found
@@ -44,7 +44,7 @@ def test_the_lock_of_an_extra_has_all_that_it_needs_as_pinned(name):
         pytest.skip(str(error))
 
 
-def test_every_extra_of_the_usual_environment_has_a_lock_and_no_lock_is_left_over():
+def test_every_extra_has_a_lock_and_no_lock_is_stale():
     names = {"core", *lock.EXTRAS, *lock.WHOLE}
     assert {path.stem for path in (ROOT / lock.FOLDER).iterdir()} == names
     # the later lines add cuda
@@ -52,7 +52,7 @@ def test_every_extra_of_the_usual_environment_has_a_lock_and_no_lock_is_left_ove
     assert set(usual.split(",")) == set(lock.EXTRAS)
 
 
-def test_what_is_needed_is_followed_through_packages_and_extras_and_torch_is_left_out(monkeypatch):
+def test_closure_follows_packages_and_extras_and_leaves_out_torch(monkeypatch):
     needs = {
         "a": ["B.c[fast]>=1", "torch", "d; extra == 'more'", "e; python_version < '3'"],
         "b-c": ["f; extra == 'fast'", "a"],

@@ -24,7 +24,7 @@ def net(batch=32, layers=40, hidden=5120):
     return Net(layers=layers, hidden=hidden, batch=batch)
 
 
-def test_sizes_of_the_13b_are_those_of_section_iii():
+def test_sizes_of_the_13b_model_match_section_iii():
     n = net()
     assert n.all_activations / GIB == pytest.approx(212.5)  # printed 213
     assert n.between_blocks / GIB == pytest.approx(12.5)
@@ -32,7 +32,7 @@ def test_sizes_of_the_13b_are_those_of_section_iii():
     assert n.forward_flops / RATES.gpu == pytest.approx(5.96, rel=0.01)
 
 
-def test_what_is_computed_again_falls_from_the_blocks_to_nothing_and_is_convex():
+def test_recomputed_flops_fall_to_zero_and_are_convex():
     n = net()
     whole = [n.recomputed_flops(swapped) for swapped in prefixes(n)]
     assert whole[0] == n.block_flops
@@ -44,12 +44,12 @@ def test_what_is_computed_again_falls_from_the_blocks_to_nothing_and_is_convex()
 
 @pytest.mark.parametrize(("batch", "wanted"), [(24, 1), (36, 3), (48, 3), (60, 3)])
 @pytest.mark.parametrize("room_gib", [0, 400])
-def test_the_cases_of_figure_9b_hold_whatever_memory_there_is(batch, wanted, room_gib):
+def test_cases_of_figure_9b_hold_for_any_memory_size(batch, wanted, room_gib):
     rates = Rates(gpu=145.8e12, link=21e9, read=21.8e9, write=18.4e9, room=room_gib * GIB)
     assert case(net(batch), rates) == wanted
 
 
-def test_algorithm_1_finds_the_best_prefix_and_stops_at_the_least_where_ssds_decide():
+def test_algorithm_1_finds_the_prefix_with_the_shortest_iteration():
     """Erratum L17: at batch 32 the SSDs bound the backward pass, so swapping more than A_interBlock gains nothing."""
     assert algorithm_1(net(32), RATES) == best(net(32), RATES) == net(32).between_blocks
     many = net(48)
@@ -65,12 +65,12 @@ def test_the_share_on_ssds_is_never_negative():
     assert forward_terms(n, roomy, n.between_blocks)["SSD"] == 2 * n.parameters / 21.8e9
 
 
-def test_the_optimizer_reads_and_writes_14_bytes_a_parameter_in_the_backward():
+def test_optimizer_moves_14_bytes_per_parameter_each_way_in_backward():
     n = net()
     assert backward_terms(n, RATES, 0.0)["SSD"] == pytest.approx(14 * n.parameters * (1 / 21.8e9 + 1 / 18.4e9))
 
 
-def test_policies_for_main_memory_fail_without_it_and_g10_swaps_everything():
+def test_memory_policies_fail_without_memory_and_g10_swaps_everything():
     n = net(24, 80, 8192)
     assert policy_bytes("LoHan+G10", n, RATES) == n.all_activations
     assert [policy_bytes(name, n, RATES) for name in ("LoHan+ZeRO", "LoHan+Cap", "LoHan+CM")] == [None] * 3

@@ -36,7 +36,7 @@ def found(*records):
 
 
 @pytest.mark.parametrize("key", ["predicted", "foretold"])  # the latter is in older records
-def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
+def test_arms_give_throughput_and_ratios_next_to_predictions(key):
     points = [point(c, way, s * c / 768) for c in (384, 768) for way, s in WAYS.items()]
     said = [{"context": c, "method": way, "seconds": 4.5 * c / 768} for c in (384, 768) for way in WAYS]
     made = record(WAYS, points, **{key: said})
@@ -57,7 +57,7 @@ def test_arms_become_throughput_and_ratios_beside_what_was_predicted(key):
 
 
 @pytest.mark.parametrize(("rate", "is_met"), [(1.45e9, False), (1.5e9, True), (1.75e9, True), (1.85e9, False)])
-def test_a_twin_whose_device_and_ssd_stand_otherwise_has_no_ratio_of_throughput(rate, is_met):
+def test_twin_with_another_device_ssd_ratio_has_no_throughput_ratio(rate, is_met):
     made = record(WAYS, [point(768, way, seconds) for way, seconds in WAYS.items()])
     made["predicted"] = [{"context": 768, "method": way, "seconds": 4.5} for way in WAYS]
     made["options"]["path_rate"] = rate
@@ -68,7 +68,7 @@ def test_a_twin_whose_device_and_ssd_stand_otherwise_has_no_ratio_of_throughput(
 
 
 @pytest.mark.parametrize(("rate", "drives"), [(500e6, {"6", "12"}), (335e6, {"3"}), (112e6, {"1"}), (150e6, set())])
-def test_a_path_s_share_of_twelve_ssds_says_for_how_many_it_stands(rate, drives):
+def test_path_rate_determines_how_many_drives_it_represents(rate, drives):
     points = [point(768, "memory", 4.0), point(768, "optimized", 5.0)]
     made = record(["memory", "optimized"], points, predicted=[{"context": 768, "method": "optimized", "seconds": 5.0}])
     made["options"]["path_rate"] = rate
@@ -79,7 +79,7 @@ def test_a_path_s_share_of_twelve_ssds_says_for_how_many_it_stands(rate, drives)
         assert float(rows["throughput of the twin", "bsz=64", at, "modelled"]["value"]) == pytest.approx(768 / 5)
 
 
-def test_diffusion_transformers_are_named_by_their_size_and_fast_dit_has_the_batch_that_its_gpu_holds():
+def test_diffusion_rows_use_model_size_and_feasible_fast_dit_batch():
     points = [point(images, way, images / 4) for images in (8, 16) for way in ("memory", "optimized")]
     made = record(["memory", "optimized"], points)
     made["options"]["model"] = "dit:28x1152x192"
@@ -93,7 +93,7 @@ def test_diffusion_transformers_are_named_by_their_size_and_fast_dit_has_the_bat
     assert not found(made)
 
 
-def test_swapped_volumes_are_shares_and_the_choice_stands_over_the_best_of_all():
+def test_swap_rows_give_shares_and_choice_relative_to_best():
     def swaps(way, seconds, share):
         decision = {"more_bytes": share, "offered_bytes": 200, "seconds": seconds / 2}
         return point(64, way, seconds, swapping=[decision] * 3)
@@ -129,13 +129,13 @@ def test_events_become_bars_of_blocks_without_reads_of_weights():
     }  # fmt: skip
 
 
-def test_a_record_on_the_disk_as_it_is_has_no_rows():
+def test_record_without_a_limited_path_rate_has_no_rows():
     other = record(WAYS, [point(96, way, s) for way, s in WAYS.items()])
     other["options"]["path_rate"] = 0
     assert list(measured([other])) == []
 
 
-def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
+def test_steps_of_a_twin_become_phases_and_gain_parts():
     """Ratios and differences are taken within a round: the second round takes twice as long."""
     arms = {
         ("zero_infinity", "as_published"): 16.0,
@@ -171,7 +171,7 @@ def test_a_twin_s_steps_become_phases_and_what_the_gain_is_made_of():
     assert found(made | {"twin": {"k": 16}, "points": [*points, points[0] | other]}) == {}
 
 
-def test_the_ratios_that_runs_aim_at_are_the_originals():
+def test_runs_aim_at_the_original_device_to_ssd_ratios():
     """The ratios are those in the list of runs, at the last of their contexts."""
     profiles = registry.read(registry.ROOT / "workflows/config/experiments.yaml")["profiles"]
     runs = [run["options"] for name in ("quick", "paper") for run in profiles[name]["bench"]]

@@ -51,7 +51,7 @@ def test_the_ssd_reads_and_writes_what_section_ii_counts():
         ("fp16", "fp32", "fp32", 14),
     ],
 )
-def test_two_versions_lie_on_the_ssd_and_gradients_where_they_wait(arm, dtype, states, gradients, a_parameter):
+def test_ssd_holds_two_versions_and_waiting_gradients(arm, dtype, states, gradients, a_parameter):
     """Weights of the states' own type are their masters: Llama-3.1-8B with bf16 states takes 44.9 GiB, not 59.8."""
     types = {"dtype": dtype, "states": states, "gradients": gradients}
     planned = dataclasses.replace(work(arm), stack=Stack(checkpointing="plain"), **types)
@@ -65,7 +65,7 @@ def test_two_versions_lie_on_the_ssd_and_gradients_where_they_wait(arm, dtype, s
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_the_tasks_move_what_the_engine_does(states, clip, accumulation, versions):
+def test_planned_tasks_move_what_the_engine_moves(states, clip, accumulation, versions):
     """The seconds thus belong to the bytes of a plan. The remaining difference: the last blocks are not read twice."""
     more = {"states": states, "clip": clip, "accumulation": accumulation, "state_versions": versions}
     planned = dataclasses.replace(work(batch=2), **more)
@@ -74,7 +74,7 @@ def test_the_tasks_move_what_the_engine_does(states, clip, accumulation, version
     assert engine.total_read_bytes <= tasks.total_read_bytes <= 1.04 * engine.total_read_bytes
 
 
-def test_an_optimizer_in_backward_is_faster_the_more_of_it_overlaps():
+def test_optimizer_in_backward_is_faster_with_more_overlap():
     """Figure 7's order: optimized, naive, the optimizer afterwards (whose
     gradients are written and read in addition)."""
     seconds = {arm: simulated(arm).seconds for arm in ("optimized", "naive", "none")}
@@ -98,7 +98,7 @@ def test_zero_infinitys_optimizer_spends_its_published_seconds_on_the_ssd():
     assert states + read_weights == pytest.approx(0.79 * 23, rel=0.03)
 
 
-def test_algorithm_1_swaps_in_the_simulator_what_its_equations_say():
+def test_algorithm_1_saves_simulated_time_only_if_gpu_bound():
     """At batch 64 the GPU is the bottleneck: swapping part of the activations saves recomputation and time."""
     swapping, all_again = (simulated(arm, batch=64) for arm in ("as_published", "optimized"))
     written = [made.simulated.served_s["forward"]["ssd"] for made in (swapping, all_again)]
@@ -125,7 +125,7 @@ def moved(step, what):
     return sum(round(task.needs.get(what, 0)) for task in step.tasks)
 
 
-def test_a_run_writes_and_reads_what_a_real_step_did_but_for_what_was_still_in_memory():
+def test_run_moves_the_traced_bytes_except_those_in_memory():
     """The numbers are from traces in results/reference/epyc-genoa-2core:
     1,147,224,064 bytes written, with 75,776 of padding."""
     step = step_of(run_of_the_engine())
@@ -136,7 +136,7 @@ def test_a_run_writes_and_reads_what_a_real_step_did_but_for_what_was_still_in_m
     assert moved(step, "ssd.read") - inputs - blocks_kept - not_looked_up == pytest.approx(1_320_030_000, rel=0.001)
 
 
-def test_of_a_tied_matrix_the_first_gradients_wait_until_those_of_the_embedding_come():
+def test_first_gradients_of_a_tied_matrix_are_written_to_ssd():
     step = step_of(run_of_the_engine())
     writes = [task for task in step.tasks if task.name.startswith("write first gradients of output")]
     assert sum(task.needs["ssd.write"] for task in writes) == 4 * 32_064 * TWIN.hidden
@@ -145,7 +145,7 @@ def test_of_a_tied_matrix_the_first_gradients_wait_until_those_of_the_embedding_
     assert not [t for t in step_of(run_of_the_engine(spec=untied)).tasks if "first gradients" in t.name]
 
 
-def test_slices_of_the_embedding_are_updated_beside_one_another():
+def test_slicing_the_embedding_makes_a_step_faster():
     """Its states are 40 % of this twin's: as one piece they are read, updated and written in turn."""
     machine = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=6e8, ssd_write_bytes_per_s=4.5e8)
     machine = dataclasses.replace(machine, described={"ssd_duplex": True})
@@ -164,6 +164,6 @@ def test_the_seconds_of_the_output_are_divided_among_its_slices():
         assert sum(products) / rate == pytest.approx(seconds)
 
 
-def test_what_the_papers_count_is_not_cut():
+def test_paper_counts_do_not_slice_embedding_or_output():
     for each in (work(), run_of_the_engine(device=None)):
         assert not [task for task in step_of(each).tasks if "output 0" in task.name or "embedding 0" in task.name]

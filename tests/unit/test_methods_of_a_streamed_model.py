@@ -73,7 +73,7 @@ class Wrapped(nn.Module):
         return {name: values.double() for name, values in super().state_dict(*args, **options).items()}
 
 
-def test_a_state_dict_that_a_class_makes_of_torch_s_has_the_values(tmp_path):
+def test_state_dict_overridden_by_a_class_has_the_values(tmp_path):
     ours, theirs = Wrapped(model()), Wrapped(model())
     session, _ = begin(ours, tmp_path / "run")
     assert_same(ours.state_dict(), theirs.state_dict())
@@ -81,7 +81,7 @@ def test_a_state_dict_that_a_class_makes_of_torch_s_has_the_values(tmp_path):
     session.close()
 
 
-def test_an_error_in_a_state_dict_leaves_the_next_one_right(tmp_path):
+def test_error_in_a_state_dict_does_not_affect_the_next(tmp_path):
     session, _, ours, theirs = trained(tmp_path / "run")
 
     def fails(*_):
@@ -119,7 +119,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", [*UNCHANGED.values(), *REFUSED.values()], ids=[*UNCHANGED, *REFUSED])
-def test_conversions_loads_and_copies_change_nothing_or_are_one_line(tmp_path, change):
+def test_conversions_loads_and_copies_change_nothing_or_are_refused(tmp_path, change):
     session, optimizer, ours, theirs = trained(tmp_path / "run")
     if change in REFUSED.values():
         with pytest.raises(NotStreamable) as refusal:
@@ -135,7 +135,7 @@ def test_conversions_loads_and_copies_change_nothing_or_are_one_line(tmp_path, c
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}], ids=["as they come", "waiting"])
-def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_path, options):
+def test_zero_grad_of_the_model_discards_the_step(tmp_path, options):
     data, ours, theirs = batches(3), model(), model()
     session, optimizer = begin(ours, tmp_path / "run", **options)
     ours(data[0]).backward()
@@ -152,7 +152,7 @@ def test_zero_grad_of_the_model_forgets_the_step_as_the_optimizer_s_does(tmp_pat
     session.close()
 
 
-def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copied(tmp_path):
+def test_empty_model_cannot_be_used_after_the_session_ends(tmp_path):
     session, _, ours, theirs = trained(tmp_path / "run")
     session.close()
     for use in (
@@ -182,7 +182,7 @@ def test_after_the_end_an_empty_model_is_neither_saved_called_converted_nor_copi
     assert_same(copy.deepcopy(ours).half().state_dict(), theirs.half().state_dict())
 
 
-def test_a_module_without_parameters_that_two_models_share_works_for_one_after_the_other_s_end(tmp_path):
+def test_parameterless_module_shared_by_two_models_keeps_working(tmp_path):
     """Some of transformers' models take their activation functions from one shared table of modules."""
     activation, losses = nn.GELU(), []
 
@@ -206,14 +206,14 @@ def test_a_module_without_parameters_that_two_models_share_works_for_one_after_t
         ours(torch.ones(2, 8))
 
 
-def test_a_copy_of_a_model_whose_weights_were_loaded_after_the_end_is_whole(tmp_path):
+def test_copy_of_a_model_reloaded_after_the_end_is_complete(tmp_path):
     session, _, ours, theirs = trained(tmp_path / "run")
     session.close()
     ours.load_state_dict(theirs.state_dict(), assign=True)
     assert_same(copy.deepcopy(ours).state_dict(), theirs.state_dict())
 
 
-def test_states_stay_where_they_are_when_the_loop_changes_its_directory(tmp_path, monkeypatch):
+def test_states_stay_in_place_when_the_loop_changes_directory(tmp_path, monkeypatch):
     (tmp_path / "elsewhere" / "run").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     session, optimizer, ours, theirs = trained("run")
@@ -234,7 +234,7 @@ def test_remove_after_the_end_deletes_the_states(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_tensors_never_has_a_name_that_a_kill_could_leave(tmp_path, monkeypatch):
+def test_tensor_file_never_has_a_name_on_disk(tmp_path, monkeypatch):
     allocate, seen = os.posix_fallocate, []
 
     def looked(*args):
@@ -249,7 +249,7 @@ def test_a_file_of_tensors_never_has_a_name_that_a_kill_could_leave(tmp_path, mo
 
 
 @pytest.mark.parametrize("end", ["resume", "remove"])
-def test_a_file_of_tensors_that_a_killed_process_of_an_earlier_version_left_is_collected(tmp_path, end):
+def test_tensor_file_left_by_an_earlier_version_is_removed(tmp_path, end):
     session, _, ours, theirs = trained(tmp_path / "run")
     session.close()
     left = tmp_path / "run" / "state-dict-abc"
@@ -272,7 +272,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_parameter_that_the_loop_writes_to_between_steps_is_one_line_and_nothing_of_it_stays(tmp_path, write):
+def test_write_to_a_parameter_between_steps_is_refused_without_effect(tmp_path, write):
     session, optimizer, ours, theirs = trained(tmp_path / "run")
     with pytest.raises(NotStreamable, match=r"layers\.1\.up\.weight"):
         write(ours.layers[1].up.weight)
@@ -283,7 +283,7 @@ def test_a_parameter_that_the_loop_writes_to_between_steps_is_one_line_and_nothi
     session.close()
 
 
-def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(tmp_path):
+def test_state_dict_parts_save_alone_and_safetensors_saves_the_model(tmp_path):
     session, optimizer, ours, theirs = trained(tmp_path / "run")
     whole = ours.state_dict()
     torch.save({"bias": whole["layers.0.up.bias"]}, tmp_path / "part")
@@ -300,7 +300,7 @@ def test_a_part_of_a_state_dict_is_saved_alone_and_safetensors_saves_the_model(t
 
 
 @pytest.mark.parametrize("wrong", ["a file", "a link to nowhere"])
-def test_what_cannot_become_a_folder_is_one_line(tmp_path, wrong):
+def test_path_that_cannot_become_a_folder_is_refused(tmp_path, wrong):
     place = tmp_path / "run"
     place.touch() if wrong == "a file" else place.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=f"run is {wrong}"):

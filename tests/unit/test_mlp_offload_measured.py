@@ -47,7 +47,7 @@ def test_ratios_and_bars_are_of_the_median_iteration():
     assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}
 
 
-def test_what_a_step_does_not_write_lies_in_host_memory():
+def test_unwritten_states_are_counted_as_host_memory():
     found = values(record())
     shares = {
         m: float(found["mlpoffload-fig10", "MLP-Offload", m, ""]["value"]) for m in ("host memory", "NVMe", "PFS")
@@ -78,7 +78,7 @@ def of_two_ranks():
     return values(made)
 
 
-def test_ranks_that_take_turns_on_a_path_are_set_against_those_that_do_not():
+def test_turn_taking_ranks_are_compared_with_ranks_without_turns():
     found = of_two_ranks()
     assert found["mlpoffload-fig14", "one rank at a time, one path", "speedup", ""]["value"] == "1.125"
     assert found["mlpoffload-fig14", "one rank at a time, all paths", "speedup", ""]["value"] == "2"
@@ -89,21 +89,21 @@ def test_ranks_that_take_turns_on_a_path_are_set_against_those_that_do_not():
     assert {row["testbed"] for row in found.values()} == {"here/40B-L4-duplex-k4"}
 
 
-def test_the_share_of_io_is_what_the_training_thread_waits_for():
+def test_io_share_is_what_the_training_thread_waits_for():
     found = of_two_ranks()
     assert found["mlpoffload-fig03", "offloaded to the SSD", "I/O share", ""]["value"] == "90"
     assert found["mlpoffload-fig03", "offloaded to the SSD", "update time", ""]["value"] == "15"
     assert found["mlpoffload-fig03", "in host memory", "I/O share", ""]["value"] == "0"
 
 
-def test_one_rank_sees_the_bytes_of_what_ended_together_over_the_time_since_the_last_end():
+def test_bandwidth_divides_jointly_ended_bytes_by_time_since_last_end():
     found = of_two_ranks()
     seen = [float(found["mlpoffload-fig05", "read", "bandwidth", str(n)]["value"]) for n in range(2)]
     assert seen == pytest.approx([2 / 1.001, 1 / 2.0])
     assert ("mlpoffload-fig05", "read", "bandwidth", "2") not in found
 
 
-def test_accumulated_batches_are_fig_13_and_no_other_figure():
+def test_accumulated_batches_appear_only_in_figure_13():
     points = [
         {"arm": arm, "accumulation": batches, "forward_s": [0.0], "backward_s": [batches], "optimizer_s": [seconds]}
         for batches in (1, 4)
@@ -117,7 +117,7 @@ def test_accumulated_batches_are_fig_13_and_no_other_figure():
     assert {exhibit for exhibit, *_ in found} == {"mlpoffload-fig13"}
 
 
-def test_accumulated_batches_are_points_of_their_own():
+def test_each_accumulation_is_a_separate_point():
     line = Experiments("workflows/config/experiments.yaml", "paper").runs["times-mlpoffload-accumulation"]["words"]
     args = path_twin.parse(["--run-id", "x", "--out", "x.json", *shlex.split(line)])
     assert [at[2:] for at in path_twin.points_of(args)] == [(1,), (4,), (16,)]
@@ -125,7 +125,7 @@ def test_accumulated_batches_are_points_of_their_own():
     assert [len(at) for at in path_twin.points_of(args)] == [2]
 
 
-def test_processes_that_share_a_drive_are_rows_of_the_raw_rates():
+def test_processes_sharing_a_drive_give_rows_of_raw_rates():
     apart = [{"processes": 2, "direction": "read", "bytes_per_second": [1e9, 3e9, 2e9], "latency_s": [0.1, 0.3, 0.2]}]
     found = values(record(kind="bench", apart=apart))
     assert found["mlpoffload-fig04", "NVMe read", "bandwidth of all", "2"]["value"] == "2"
@@ -133,12 +133,12 @@ def test_processes_that_share_a_drive_are_rows_of_the_raw_rates():
     assert values(record(kind="bench", apart=apart, lane="modelled")) == {}
 
 
-def test_a_prediction_or_another_record_of_step_times_gives_no_row():
+def test_predictions_and_other_step_time_records_give_no_rows():
     other = {name: value for name, value in record().items() if name != "duplex"}
     assert values(record(lane="modelled"), other) == {}
 
 
-def test_a_short_run_has_the_bars_of_its_arms_and_their_ratio_alone():
+def test_short_run_has_only_its_arms_and_their_ratio():
     short = record()
     short["points"] = [point for point in short["points"] if point["arm"] in ("zero3", "mlp_offload")]
     found = values(short)
@@ -150,7 +150,7 @@ def test_a_short_run_has_the_bars_of_its_arms_and_their_ratio_alone():
     assert found["mlpoffload-fig07", "MLP-Offload", "iteration_time", ""]["value"] == "4"
 
 
-def test_a_run_without_the_whole_of_mlp_offload_adds_its_bars_to_those_of_the_twin_s_other_run():
+def test_run_without_mlp_offload_adds_bars_to_another_run():
     more = record(duplex=False)
     more["points"] = [{**point, "arm": "gradients_only"} for point in more["points"] if point["arm"] == "caching"]
     more["points"] += [point for point in record()["points"] if point["arm"] == "zero3"]
@@ -164,12 +164,12 @@ def test_a_run_without_the_whole_of_mlp_offload_adds_its_bars_to_those_of_the_tw
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick"])
-def test_a_round_over_paths_has_the_machine_for_itself(profile):
+def test_path_twin_runs_have_the_machine_to_themselves(profile):
     runs = Experiments("workflows/config/experiments.yaml", profile).runs
     assert [run["alone"] for run in runs.values() if run["module"] == "path_twin"] == [True]
 
 
-def test_the_long_profiles_ask_for_paths_of_testbed_1s_ratio_and_for_every_arm():
+def test_long_profiles_use_the_testbed_ratio_and_every_arm():
     config = "workflows/config/experiments.yaml"
     runs = {name: run for profile in ("paper", "full") for name, run in Experiments(config, profile).runs.items()}
     twins = {
@@ -186,13 +186,13 @@ def test_the_long_profiles_ask_for_paths_of_testbed_1s_ratio_and_for_every_arm()
         assert read / other_read == pytest.approx(6.9 / 3.6, rel=0.01)
 
 
-def test_a_rate_that_is_none_is_refused():
+def test_malformed_rate_is_refused():
     words = ["--run-id", "x", "--out", "x", "--model", "40B-L4", "--k", "4", "--arms", "a:b:bf16", "--points", "16x1"]
     with pytest.raises(ValueError, match="expected READ/WRITE in MB/s"):
         path_twin.rates_of(path_twin.parse([*words, "--rates", "69"]))
 
 
-def test_a_run_that_takes_too_long_is_a_record_and_gives_no_row(monkeypatch, tmp_path):
+def test_run_that_times_out_is_recorded_without_rows(monkeypatch, tmp_path):
     class Slow:
         name = "slow"
 
@@ -211,7 +211,7 @@ def test_a_run_that_takes_too_long_is_a_record_and_gives_no_row(monkeypatch, tmp
     assert values(record(status="timeout")) == {}
 
 
-def test_a_prediction_takes_the_rates_of_the_machine_at_hand_or_says_that_there_are_none(monkeypatch, tmp_path):
+def test_prediction_uses_this_machines_rates_or_reports_their_absence(monkeypatch, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there/validation.json").write_text('{"rates": {"points": []}}')
     monkeypatch.setattr(path_twin, "REFERENCE", tmp_path)
@@ -246,7 +246,7 @@ def of_originals(*records):
     return {(row["exhibit_id"], row["series"], row["model"]): row["value"] for row in found}
 
 
-def test_a_twin_stands_for_the_models_that_hold_its_share_of_states_in_host_memory():
+def test_twin_represents_models_with_its_share_in_host_memory():
     held = {(each.model, each.ending): each.held for each in rows.originals()}
     found = of_originals(of_share(held["40B", ""]))
     assert found["mlpoffload-fig15", "MLP-Offload / ZeRO-3", "40B"] == "2"
@@ -257,7 +257,7 @@ def test_a_twin_stands_for_the_models_that_hold_its_share_of_states_in_host_memo
     assert of_originals(of_share(0.6)) == of_originals(record(duplex=True)) == {}
 
 
-def test_of_two_twins_the_one_with_the_closer_share_stands_for_a_model():
+def test_twin_with_the_closer_share_represents_a_model():
     held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
     close, far = of_share(held), of_share(1.05 * held, slower=(2.0, 2.0, 2.0))
     for records in ((close, far), (far, close)):
@@ -271,7 +271,7 @@ def test_of_two_twins_the_one_with_the_closer_share_stands_for_a_model():
         ({"slower": (1.0, 1.08, 1.3)}, "N/A (quartiles 2.08 and 2.38: the machine was busy)"),
     ],
 )
-def test_a_twin_of_other_proportions_or_of_a_busy_machine_has_no_number(twin, why):
+def test_twin_of_other_proportions_or_busy_machine_has_no_number(twin, why):
     held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
     found = of_originals(of_share(held, **twin))
     assert found["mlpoffload-fig07", "MLP-Offload / ZeRO-3, paper alone", "40B"] == why

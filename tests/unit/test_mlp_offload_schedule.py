@@ -36,7 +36,7 @@ def kept(arm):
     return sum(sizes[: rooms(Step(work(arm)))]) / sum(sizes)
 
 
-def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_the_other():
+def test_deepspeed_update_reads_16_and_writes_12_bytes_per_parameter():
     """With the parameters of the authors' logs that is 220.7 s, where section 3.1 prints 213 s (held out)."""
     closed = 16 / READ + 12 / WRITE
     made = phases("zero3")["optimizer"] / SPEC.parameters
@@ -44,7 +44,7 @@ def test_deepspeeds_update_reads_16_and_writes_12_bytes_a_parameter_one_after_th
     assert made * 48.16e9 == pytest.approx(213, rel=0.05)
 
 
-def test_several_paths_end_together_and_take_the_update_formula():
+def test_several_paths_end_together_as_the_update_formula_says():
     """T = 12P(1 - c) / sum over the paths of 1 / (1/R + 1/W), with the c of five cached sub-groups.
 
     Sub-groups are stored whole on a path, which costs a few percent.
@@ -58,7 +58,7 @@ def test_several_paths_end_together_and_take_the_update_formula():
     assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
 
-def test_equation_1_divides_by_the_smaller_rate_and_one_path_waits_for_the_other():
+def test_equation_1_makes_one_path_wait_for_the_other():
     assert phases("as_published")["optimizer"] > phases("mlp_offload")["optimizer"]
     streamed = 12 * SPEC.parameters * (1 - kept("as_published"))
     slower = streamed * (3.6 / 8.9) * 2 / REMOTE
@@ -66,45 +66,45 @@ def test_equation_1_divides_by_the_smaller_rate_and_one_path_waits_for_the_other
     assert phases("as_published")["optimizer"] == pytest.approx(slower, rel=0.05)
 
 
-def test_each_part_of_the_paper_takes_something_away():
+def test_each_technique_of_the_paper_shortens_the_step():
     """Figures 14 and 15: caching, then gradients that stay in memory, on one path; then several paths."""
     steps = [sum(phases(arm).values()) for arm in ("zero3", "caching", "skip_gradients", "mlp_offload")]
     assert steps == sorted(steps, reverse=True)
     assert phases("skip_gradients")["backward"] < phases("caching")["backward"]  # nothing is written
 
 
-def test_gradients_that_stay_alone_leave_the_states_of_every_sub_group_on_the_path():
+def test_gradients_only_arm_streams_the_states_of_all_sub_groups():
     made, p = phases("gradients_only"), SPEC.parameters
     assert made["optimizer"] == pytest.approx(12 * p * (1 / READ + 1 / WRITE), rel=0.01)
     assert made["backward"] == phases("skip_gradients")["backward"]  # nothing is written
     assert sum(phases("skip_gradients").values()) < sum(made.values()) < sum(phases("zero3").values())
 
 
-def test_one_process_at_a_time_alone_takes_nothing_away_where_processes_do_not_disturb_each_other():
+def test_exclusive_access_alone_gains_nothing_without_interference():
     assert phases("exclusive_only") == pytest.approx(phases("zero3"), rel=0.001)
 
 
-def test_gradients_that_were_written_are_read_also_for_what_host_memory_holds():
+def test_written_gradients_are_also_read_for_cached_sub_groups():
     volume, p = step_of(work("caching"), MACHINE).volume(), SPEC.parameters
     read = 12 * p * (1 - kept("caching")) + 4 * p
     assert volume.read_bytes["optimizer"] == pytest.approx(read, rel=0.001)
 
 
-def test_without_a_testbed_everything_lies_on_one_path():
+def test_without_a_testbed_one_path_holds_everything():
     volume, p = step_of(work("mlp_offload")).volume(), SPEC.parameters
     streamed = 12 * p * (1 - kept("mlp_offload"))
     assert volume.read_bytes == {"forward": 0, "backward": 0, "optimizer": pytest.approx(streamed, rel=0.001)}
     assert step_of(work("zero3")).volume().total_bytes == pytest.approx(32 * p, rel=0.02)
 
 
-def test_a_ratio_by_hand_divides_the_paths_so_and_the_slower_part_decides():
+def test_manual_ratio_divides_the_paths_and_is_slower():
     made = step_time(work("by_hand"), MACHINE).simulated
     moved = {name: sum(e.amount for e in made.events if e.resource == f"{name}.read") for name in ("nvme", "pfs")}
     assert moved["nvme"] == pytest.approx(2 * moved["pfs"], rel=0.05)
     assert phases("by_hand")["optimizer"] > phases("mlp_offload")["optimizer"]
 
 
-def test_host_memory_for_more_sub_groups_streams_fewer():
+def test_more_cached_sub_groups_mean_fewer_streamed_bytes():
     def streamed(buffers):
         sizes = SwapSizes(optimizer_buffers=buffers)
         return step_of(replace(work("mlp_offload"), sizes=sizes), MACHINE).volume().total_bytes
@@ -115,7 +115,7 @@ def test_host_memory_for_more_sub_groups_streams_fewer():
     assert streamed(31) / streamed(10) == pytest.approx((read[0] + written[0]) / (read[1] + written[1]), rel=1e-6)
 
 
-def test_paths_share_the_rooms_and_three_leave_a_second_duplex_path_without_use():
+def test_second_duplex_path_needs_five_cached_sub_groups():
     """With five, each of two paths has one that is read and one that is written, and one is updated."""
     described = [{**path, "duplex": True} for path in MACHINE.described["paths"]]
     machine = replace(MACHINE, described={"paths": described})

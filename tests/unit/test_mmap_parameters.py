@@ -58,7 +58,7 @@ def taken(monkeypatch):
     return seen
 
 
-def test_a_released_part_reads_as_zeros_and_the_rest_as_before(tmp_path):
+def test_released_part_reads_as_zeros_and_the_rest_stays(tmp_path):
     layer = nn.Linear(WIDTH, WIDTH)
     before = layer.weight.detach().clone().flatten()
     spilled(layer, tmp_path)
@@ -70,7 +70,7 @@ def test_a_released_part_reads_as_zeros_and_the_rest_as_before(tmp_path):
     assert not after[first:end].any()
 
 
-def test_all_values_leave_their_file_as_they_move_and_train_as_those_of_a_model_in_memory(tmp_path, taken):
+def test_values_leave_their_file_and_train_as_in_memory(tmp_path, taken):
     torch.manual_seed(0)
     ours = Model()
     theirs = Model()
@@ -97,7 +97,7 @@ def test_all_values_leave_their_file_as_they_move_and_train_as_those_of_a_model_
 
 
 @pytest.mark.parametrize("short_by", [0, 1])
-def test_states_fit_where_there_is_room_for_them_without_the_file_that_they_come_from(tmp_path, monkeypatch, short_by):
+def test_states_fit_in_free_space_plus_releasable_values(tmp_path, monkeypatch, short_by):
     monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # no other space is expected back
     model = spilled(Model(), tmp_path)
     probe = start(Model(), tmp_path / "probe")
@@ -115,7 +115,7 @@ def test_states_fit_where_there_is_room_for_them_without_the_file_that_they_come
         start(model, tmp_path / "states").close(destroy=True)
 
 
-def test_a_file_system_that_takes_nothing_out_of_a_file_has_room_for_both(tmp_path, monkeypatch):
+def test_file_system_without_hole_punching_needs_space_for_both(tmp_path, monkeypatch):
     class Whole(mmap.mmap):
         def madvise(self, option, *at):
             if option == mmap.MADV_REMOVE:

@@ -127,7 +127,7 @@ def losses(of, optimizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_a_block_advances_is_as_after_one_pass(tmp_path, kind):
+def test_state_advanced_by_a_block_ends_as_after_one_pass(tmp_path, kind):
     make, change = KINDS[kind]
 
     def model():
@@ -149,7 +149,7 @@ def holding(value):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_change_is_reported_and_taken_back(kind):
+def test_change_is_reported_and_undone(kind):
     make, change = KINDS[kind]
     value = make()
     state = ModuleState([holding(value)])
@@ -161,7 +161,7 @@ def test_a_change_is_reported_and_taken_back(kind):
     assert change(value) == after_one
 
 
-def test_an_empty_slot_is_empty_again():
+def test_empty_slot_is_empty_after_restore():
     value = Slotted()
     state = ModuleState([holding(value)])
     value.never = 1
@@ -170,7 +170,7 @@ def test_an_empty_slot_is_empty_again():
     assert not hasattr(value, "never")
 
 
-def test_a_deque_keeps_its_length_and_an_ordered_dict_its_order():
+def test_restore_keeps_deque_length_and_ordered_dict_order():
     length, order = collections.deque([1, 2], maxlen=2), collections.OrderedDict(a=1, b=2)
     state = ModuleState([holding([length, order])])
     length.append(3)
@@ -179,7 +179,7 @@ def test_a_deque_keeps_its_length_and_an_ordered_dict_its_order():
     assert (list(length), length.maxlen, list(order)) == ([1, 2], 2, ["a", "b"])
 
 
-def test_an_attribute_of_another_name_in_the_same_place_is_a_change():
+def test_renamed_attribute_with_the_same_value_is_a_change():
     modules = [holding(1), holding(None), holding(2)]
     state = ModuleState(modules)
     del modules[1].value
@@ -190,7 +190,7 @@ def test_an_attribute_of_another_name_in_the_same_place_is_a_change():
     assert not hasattr(modules[1], "other")
 
 
-def test_things_that_refer_to_each_other_are_looked_at_once():
+def test_cyclic_references_are_visited_once():
     holder, values = Holder(), []
     holder.value, holder.own = values, holder
     values += [holder, values, {"a": holder}]
@@ -222,7 +222,7 @@ class Color(enum.Enum):
     RED = 1
 
 
-def test_what_is_no_value_is_known_by_its_reference(tmp_path):
+def test_objects_that_are_not_values_are_kept_by_reference(tmp_path):
     linear = nn.Linear(1, 1)
     with open(tmp_path / "file", "w") as file:
         kept = [linear, linear.weight, Sly(), Callable(), Holder, len, threading.Lock(), threading.Event(), file, types]
@@ -240,7 +240,7 @@ def test_what_is_no_value_is_known_by_its_reference(tmp_path):
     assert linear.extra == 1
 
 
-def test_what_an_object_of_the_standard_library_refers_to_is_left_alone():
+def test_internals_of_standard_library_objects_are_left_alone():
     event = threading.Event()
     waiting = event._cond._waiters
     state = ModuleState([holding(Holder(event))])
@@ -257,7 +257,7 @@ def test_a_read_only_array_is_left_alone():
     assert list(state.changes()) == []
 
 
-def test_a_large_array_that_was_unchanged_is_not_kept_and_its_loss_is_told():
+def test_large_unchanged_array_is_not_kept_and_its_loss_reported():
     values = numpy.zeros(1000)
     state = ModuleState([holding(values)])
     state.forget_unchanged()
@@ -267,7 +267,7 @@ def test_a_large_array_that_was_unchanged_is_not_kept_and_its_loss_is_told():
         state.restore()
 
 
-def test_what_a_pass_has_put_out_of_reach_is_afterwards_as_before():
+def test_undisturbed_restores_objects_that_a_pass_made_unreachable():
     module, holder = holding([]), Holder()
     module.value.append(holder)
     entry = ModuleState([module])
@@ -281,7 +281,7 @@ def test_what_a_pass_has_put_out_of_reach_is_afterwards_as_before():
     assert holder.value == 7
 
 
-def test_numbers_of_numpy_come_again_also_where_a_normal_one_waits():
+def test_numpy_random_numbers_repeat_even_with_a_cached_normal():
     for before in range(3):
         numpy.random.seed(before)
         numpy.random.randn(before)

@@ -30,7 +30,7 @@ def paths(tmp_path):
 # -- placement of groups -----------------------------------------------------------------------------------------------
 
 
-def test_groups_lie_as_their_rates_allow_and_their_tensors_together(paths, monkeypatch):
+def test_groups_follow_path_rates_and_keep_their_tensors_together(paths, monkeypatch):
     # ignore the observed rates of a busy machine
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", float("inf"))
     two = paths(rates={"a": Rates(2e9, 2e9), "b": Rates(1e9, 1e9)})
@@ -41,7 +41,7 @@ def test_groups_lie_as_their_rates_allow_and_their_tensors_together(paths, monke
     two.check(12)
 
 
-def test_a_ratio_by_hand_is_kept(paths):
+def test_manual_ratio_is_kept(paths):
     three = paths("abc", placement=[3, 1, 0])
     for step in range(3):  # all sizes are known after the first pass; the second plans with them, and the third moves
         three.write(8, step)
@@ -49,7 +49,7 @@ def test_a_ratio_by_hand_is_kept(paths):
 
 
 @pytest.mark.parametrize(("share", "groups"), [(1 / 2, 5), (1 / 50, 2)])
-def test_groups_follow_a_path_that_has_become_slow_within_three_passes(paths, monkeypatch, share, groups):
+def test_groups_leave_a_slowed_path_within_three_passes(paths, monkeypatch, share, groups):
     """Twelve groups on two equal paths of a known rate, one of which then becomes slow."""
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: None)
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.0)
@@ -78,7 +78,7 @@ def only_measured(monkeypatch):
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 1e9)
 
 
-def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(paths, only_measured):
+def test_path_with_a_disturbed_first_measurement_regains_its_share(paths, only_measured):
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)})
     for step in range(2):
         assert two.tier.report()[0].groups == 0
@@ -90,7 +90,7 @@ def test_a_path_whose_first_measurement_was_disturbed_gets_its_share_after_all(p
     assert two.tier.report()[0].rates.write > 1e6
 
 
-def test_a_path_that_stays_slow_is_measured_less_and_less_often_and_gets_nothing(paths, only_measured, monkeypatch):
+def test_path_that_stays_slow_is_measured_ever_less_often(paths, only_measured, monkeypatch):
     asked = []
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: asked.append(tier) or Rates(1e3, 1e3))
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e8, 1e8)})
@@ -105,7 +105,7 @@ def test_a_path_that_stays_slow_is_measured_less_and_less_often_and_gets_nothing
     assert two.places(4) == "bbbb"
 
 
-def test_a_path_that_cannot_be_measured_again_stays_out_and_training_goes_on(paths, only_measured):
+def test_path_that_cannot_be_measured_again_stays_unused(paths, only_measured):
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)})
     two.faults["a"].add("any", error=errno.EIO)
     for step in range(3):
@@ -116,7 +116,7 @@ def test_a_path_that_cannot_be_measured_again_stays_out_and_training_goes_on(pat
     assert two.tier.report()[0].rates.write == 1e3
 
 
-def test_a_path_that_hangs_while_it_is_measured_again_does_not_hold_the_end_up(paths, only_measured, monkeypatch):
+def test_path_that_hangs_during_measurement_does_not_delay_close(paths, only_measured, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: released.wait(MAX_S) and None)
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, hang_s=0.1)
@@ -128,7 +128,7 @@ def test_a_path_that_hangs_while_it_is_measured_again_does_not_hold_the_end_up(p
 
 
 @pytest.mark.parametrize("options", [{"placement": [0, 1]}, {"rehome": False}])
-def test_a_path_that_the_user_left_out_is_not_measured_again(paths, only_measured, monkeypatch, options):
+def test_path_excluded_by_the_user_is_not_measured_again(paths, only_measured, monkeypatch, options):
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: pytest.fail("it was measured"))
     two = paths(rates={"a": Rates(1e3, 1e3), "b": Rates(1e6, 1e6)}, **options)
     for step in range(3):
@@ -159,7 +159,7 @@ def test_with_rehome_off_groups_stay(paths):
     assert two.places(6) == before
 
 
-def test_a_group_that_moved_gives_its_room_back(paths):
+def test_moved_group_gives_its_space_back(paths):
     two = paths(placement=[1, 1])
     two.write(6)
     used = two.tier.used_bytes
@@ -183,7 +183,7 @@ def test_rates_are_measured_at_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(("seconds", "written"), [([0.6, 0.02, 0.1, 0.1], 16), ([0.6, 0.5, 0.4], 8)])
-def test_a_path_that_was_busy_for_a_moment_is_not_taken_for_a_slow_one(tmp_path, monkeypatch, seconds, written):
+def test_briefly_busy_path_is_not_taken_for_a_slow_one(tmp_path, monkeypatch, seconds, written):
     """Measured: the first piece, the same again, then all; or, if it is
     slow twice, the faster of the two and a read."""
     took, really = iter(seconds), path_rates._seconds
@@ -198,7 +198,7 @@ def test_a_path_that_was_busy_for_a_moment_is_not_taken_for_a_slow_one(tmp_path,
 
 
 @pytest.mark.parametrize("kind", ["direct", "files"])
-def test_writes_that_fail_on_a_path_are_done_on_another(paths, kind, caplog):
+def test_writes_that_fail_on_one_path_go_to_another(paths, kind, caplog):
     two = paths(kind=kind)
     two.write(6)
     two.faults["a"].add("write", error=errno.EIO)
@@ -211,7 +211,7 @@ def test_writes_that_fail_on_a_path_are_done_on_another(paths, kind, caplog):
     two.check(6, 2)
 
 
-def test_what_lies_on_a_path_that_takes_no_more_writes_is_still_read(paths):
+def test_path_that_refuses_writes_is_still_read(paths):
     two = paths()
     two.write(6)
     two.faults["a"].add("write", error=errno.EIO)
@@ -219,7 +219,7 @@ def test_what_lies_on_a_path_that_takes_no_more_writes_is_still_read(paths):
     two.check(6)
 
 
-def test_a_full_path_leaves_what_has_no_room_to_the_others(paths):
+def test_writes_beyond_a_full_path_go_to_the_others(paths):
     two = paths()
     two.write(4)
     two.faults["a"].add("write", error=errno.ENOSPC)
@@ -229,7 +229,7 @@ def test_a_full_path_leaves_what_has_no_room_to_the_others(paths):
     assert two.tier.report()[0].failure is None  # it is full, not broken
 
 
-def test_a_full_path_keeps_what_it_has_when_the_others_are_arranged_anew(paths):
+def test_full_path_keeps_its_groups_when_others_are_rearranged(paths):
     three = paths("abc", placement=[1, 1, 1])
     three.write(6)
     three.faults["a"].add("write", after=0, times=1, error=errno.ENOSPC)
@@ -244,7 +244,7 @@ def test_a_full_path_keeps_what_it_has_when_the_others_are_arranged_anew(paths):
     three.check(6, 1)
 
 
-def test_a_read_that_fails_once_is_done_again(paths):
+def test_read_that_fails_once_is_repeated(paths):
     two = paths()
     two.write(4)
     two.faults["a"].add("read", times=1, error=errno.EIO)
@@ -252,7 +252,7 @@ def test_a_read_that_fails_once_is_done_again(paths):
     assert two.tier.report()[0].failure is None
 
 
-def test_what_was_only_on_a_lost_path_is_named_and_can_be_written_again(paths):
+def test_tensor_lost_with_its_path_is_named_and_rewritable(paths):
     two = paths()
     two.write(6)
     lost = [group for group in range(6) if two.tier.path_of(str(group)) == "a"]
@@ -302,7 +302,7 @@ def test_a_tensor_that_vanished_with_its_folder_is_named(paths):
         two.tier.read(key, torch.empty(NUMEL)).wait(MAX_S)
 
 
-def test_room_that_a_path_has_not_is_reserved_on_the_others(paths):
+def test_space_missing_on_a_path_is_reserved_on_others(paths):
     two = paths(placement=[1, 1])
     stock = two.tier._paths[0].tier.reserve
 
@@ -330,7 +330,7 @@ def test_no_path_left_is_one_error_with_every_reason(paths):
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 50))])
-def test_at_a_random_instant_a_path_fails_and_no_tensor_is_lost_or_wrong(paths, seed):
+def test_path_failure_at_a_random_instant_corrupts_no_tensor(paths, seed):
     """Two passes of reads, changes and writes in the order of an
     optimizer; the fault comes at a random point of them."""
     chance = random.Random(seed)
