@@ -11,7 +11,7 @@ def reason(markers="numa_vm", root=Path("/opt/memascend"), **more):
     return in_guest.missing(SimpleNamespace(option=option, rootpath=root, **more))
 
 
-def test_a_checkout_that_the_guest_would_not_see_is_named_with_what_to_do(tmp_path, monkeypatch):
+def test_checkout_hidden_from_the_guest_is_reported_with_a_fix(tmp_path, monkeypatch):
     monkeypatch.setattr(in_guest, "_HIDDEN", (tmp_path,))
     monkeypatch.setattr(in_guest.sys, "prefix", "/usr")
     place = tmp_path / "clone"
@@ -21,7 +21,7 @@ def test_a_checkout_that_the_guest_would_not_see_is_named_with_what_to_do(tmp_pa
     assert reason().startswith(f"its Python, {tmp_path / 'venv'}, lies below {tmp_path}")
 
 
-def test_without_images_or_with_workers_or_another_marker_the_reason_is_said(tmp_path, monkeypatch):
+def test_missing_images_workers_or_other_markers_give_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMASCEND_CACHE", str(tmp_path / "empty"))
     monkeypatch.setattr(in_guest.sys, "prefix", "/usr")
     assert "no images of a guest: make numa-guest" in reason()

@@ -20,7 +20,7 @@ def reference(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_16_bit_pattern(dtype):
+def test_16_bit_patterns_overflow_only_when_not_finite(dtype):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = patterns[torch.isfinite(patterns)]
     assert not any(check(finite) for check in CHECKS)
@@ -32,7 +32,7 @@ def test_every_16_bit_pattern(dtype):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "max", "-max", "tiny", "0"])
-def test_special_values_anywhere(check, dtype, value):
+def test_special_values_are_found_at_any_position(check, dtype, value):
     limits = torch.finfo(dtype)
     number = {"max": limits.max, "-max": limits.min, "tiny": limits.smallest_normal / 2}.get(value)
     number = float(value) if number is None else number
@@ -45,7 +45,7 @@ def test_special_values_anywhere(check, dtype, value):
 
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(DTYPES), st.data())
-def test_agrees_with_isfinite_on_random_bits_and_views(dtype, data):
+def test_checks_agree_with_isfinite_on_random_bits_and_views(dtype, data):
     bits = 16 if dtype.itemsize == 2 else 32
     words = data.draw(st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), min_size=1, max_size=200))
     if data.draw(st.booleans()):  # mostly finite values; otherwise nearly every example would overflow
@@ -59,7 +59,7 @@ def test_agrees_with_isfinite_on_random_bits_and_views(dtype, data):
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0), (3, 2, 1), (4, 5, 6)])
-def test_layouts_see_the_tensor_and_only_the_tensor(place):
+def test_views_are_checked_for_exactly_their_own_elements(place):
     base = torch.ones(5, 6, 7)
     base[place] = float("nan")
     views = [
@@ -84,7 +84,7 @@ def test_layouts_see_the_tensor_and_only_the_tensor(place):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_empty_and_scalar(check):
+def test_empty_tensors_and_scalars_are_checked(check):
     assert check(torch.empty(0)) is False
     assert check(torch.empty(3, 0, 2)) is False
     assert check(torch.tensor(1.0)) is False
@@ -98,7 +98,7 @@ def test_integers_are_refused(check, dtype):
         check(torch.zeros(3, dtype=dtype))
 
 
-def test_fused_check_refuses_what_it_cannot_read():
+def test_fused_check_refuses_unsupported_tensors():
     with pytest.raises(ValueError, match="Double is not supported: use float32, float16 or bfloat16"):
         has_overflow(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="use has_overflow_aminmax"):
@@ -107,14 +107,14 @@ def test_fused_check_refuses_what_it_cannot_read():
         has_overflow(torch.zeros(3).to_sparse())
 
 
-def test_gradients_and_their_graph_are_no_obstacle():
+def test_tensors_that_require_gradients_can_be_checked():
     weight = torch.ones(10, requires_grad=True)
     assert not has_overflow(weight)
     assert not has_overflow(weight * 2)
     assert torch.ops.memascend.has_overflow(weight * float("inf"))
 
 
-def test_any_number_of_threads_finds_it():
+def test_overflow_is_found_with_any_number_of_threads():
     tensor = torch.ones(3_000_000)
     before = torch.get_num_threads()
     try:
@@ -128,7 +128,7 @@ def test_any_number_of_threads_finds_it():
         torch.set_num_threads(before)
 
 
-def test_fused_takes_no_memory_and_the_chain_takes_five_quarters():
+def test_fused_check_takes_no_memory_and_chain_takes_five_quarters():
     """The peak that the paper measures: an absolute copy (4 B) and a flag (1 B) per element, on top of 4 B."""
     tensor = torch.ones(1_000_000)
     strided = torch.ones(1000, 2000)[:, ::2]
@@ -148,7 +148,7 @@ def test_fused_takes_no_memory_and_the_chain_takes_five_quarters():
     assert spike(has_overflow_aminmax, tensor) < 100_000
 
 
-def test_operator_has_a_fake_for_tracing():
+def test_operator_supports_tracing_with_fake_tensors():
     assert torch.ops.memascend.has_overflow(torch.tensor([1.0, float("nan")])).item() is True
     with FakeTensorMode():
         result = torch.ops.memascend.has_overflow(torch.empty(5))

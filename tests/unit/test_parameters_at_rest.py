@@ -64,7 +64,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_look_at_values_is_one_line_that_says_where_they_are(tmp_path, look):
+def test_reading_values_outside_forward_fails_with_a_one_line_message(tmp_path, look):
     ours = made()
     with streaming(tmp_path / "states") as session:
         session.hook(ours)
@@ -79,7 +79,7 @@ def test_a_look_at_values_is_one_line_that_says_where_they_are(tmp_path, look):
             optimizer.step()
 
 
-def test_type_shape_and_place_are_as_ever(tmp_path):
+def test_dtype_shape_and_device_of_streamed_parameters_stay_available(tmp_path):
     ours = made()
     with streaming(tmp_path / "states") as session:
         session.hook(ours)
@@ -96,7 +96,7 @@ def test_type_shape_and_place_are_as_ever(tmp_path):
         assert repr(weight) == "Parameter((16, 16), torch.float32, on the SSD)"
 
 
-def test_blocks_look_at_their_own_values_and_an_average_over_the_state_dict_is_that_of_memory(tmp_path):
+def test_blocks_read_own_weights_and_state_dict_average_matches_memory(tmp_path):
     ours, theirs = made(), made()
     plain = AdamW(theirs.parameters(), lr=1e-2)
     averages = [{name: values.clone() for name, values in theirs.state_dict().items()} for _ in range(2)]
@@ -114,7 +114,7 @@ def test_blocks_look_at_their_own_values_and_an_average_over_the_state_dict_is_t
         assert torch.equal(averages[0][name], values), name
 
 
-def test_after_the_end_parameters_are_of_their_own_class_again(tmp_path):
+def test_parameters_regain_their_own_class_after_the_session(tmp_path):
     ours = made()
     with streaming(tmp_path / "states") as session:
         session.hook(ours)

@@ -41,7 +41,7 @@ def frozen_in_part(**shape):
 
 @pytest.mark.parametrize("of", [model, frozen_in_part])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_that_torch_takes_trains_and_is_saved_and_loaded_as_in_torch(tmp_path, form, of):
+def test_all_parameter_forms_train_save_and_load_as_in_torch(tmp_path, form, of):
     data, ours, theirs = batches(4), of(), of()
     session, optimizer = begin(ours, tmp_path / "run", params=form(ours))
     other = torch.optim.AdamW(form(theirs), **SETTINGS)
@@ -66,7 +66,7 @@ def test_every_form_that_torch_takes_trains_and_is_saved_and_loaded_as_in_torch(
     session.close()
 
 
-def test_states_of_what_is_frozen_now_are_left_out_and_that_is_said(tmp_path, caplog):
+def test_loading_skips_states_of_frozen_parameters_and_logs_it(tmp_path, caplog):
     theirs, ours = model(), frozen_in_part()
     other = AdamW(theirs.parameters(), **SETTINGS)
     loop(theirs, other, batches(1))
@@ -77,7 +77,7 @@ def test_states_of_what_is_frozen_now_are_left_out_and_that_is_said(tmp_path, ca
     session.close()
 
 
-def test_a_parameter_of_another_model_is_one_line(tmp_path):
+def test_parameter_of_another_model_is_refused(tmp_path):
     ours = model()
     with pytest.raises(
         ValueError, match=r"a parameter of shape \(2, 2\) in group 1 of params= does not belong to the model"
@@ -94,7 +94,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     list(itertools.product(DTYPES, (*DTYPES, torch.int8))),
     ids=lambda d: str(d).removeprefix("torch."),
 )
-def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_path, weights, states):
+def test_type_pairs_train_or_are_refused_before_anything_moves(tmp_path, weights, states):
     ours, allowed = model(dtype=weights), weights != torch.float64 and states in (torch.float32, torch.bfloat16)
     refused = (torch.float32, torch.bfloat16)
     if states == torch.int8:
@@ -119,7 +119,7 @@ def test_each_pair_of_types_trains_or_is_refused_before_anything_has_moved(tmp_p
     session.close()
 
 
-def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
+def test_invalid_dtype_of_waiting_gradients_is_refused():
     with pytest.raises(ValueError, match=r"EngineOptions\.gradients: torch\.float32 or .*got torch\.float64"):
         EngineOptions(gradients=torch.float64)
 
@@ -130,9 +130,7 @@ def test_a_type_of_waiting_gradients_that_cannot_be_is_refused():
     [("x" * (1 << 20), r"takes \d+ bytes of JSON, and 1048576"), (torch.ones(1), "must be JSON: .*Tensor")],
     ids=["too large", "no JSON"],
 )
-def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_can_be_completed(
-    tmp_path, options, note, message
-):
+def test_unstorable_note_is_refused_before_update_and_step_can_continue(tmp_path, options, note, message):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", **options)
     reference, other = begin(theirs, tmp_path / "other", **options)
@@ -151,7 +149,7 @@ def test_a_note_that_cannot_be_kept_is_one_line_before_the_update_and_the_step_c
     session.close(), reference.close()
 
 
-def test_a_note_comes_back_equal(tmp_path):
+def test_note_is_equal_after_resume(tmp_path):
     note = {"at": {1: [2, (3, {"x": None})], 2.5: True}, "empty": {}, "text": "a", (1, 2): "a tuple"}
     of = model()
     session, optimizer = begin(of, tmp_path / "run")
@@ -164,7 +162,7 @@ def test_a_note_comes_back_equal(tmp_path):
     session.close()
 
 
-def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
+def test_public_names_have_one_source_and_import_is_light():
     assert memascend.streaming is streaming
     assert memascend.EngineOptions is EngineOptions
     assert {"EngineOptions", "NotStreamable", "StorageError", "InterruptedUpdate", "streaming"} <= set(dir(memascend))
@@ -175,14 +173,14 @@ def test_the_names_of_a_loop_come_from_one_place_and_importing_it_is_light():
     subprocess.run([sys.executable, "-c", light], check=True)
 
 
-def test_the_public_surface_says_what_it_takes_returns_and_raises():
+def test_public_docstrings_list_arguments_exceptions_and_an_example():
     for each in (memascend.enable, memascend.offload_activations, streaming.optimizer, streaming.hook, EngineOptions):
         for part in ("Args:", "Raises:", "Example:"):
             assert part in each.__doc__, (each, part)
     assert all(f"        {name}: " in EngineOptions.__doc__ for name in EngineOptions.__dataclass_fields__)
 
 
-def test_named_parameters_train_as_in_memory_to_the_bit(tmp_path):
+def test_named_parameters_train_to_the_same_bits_as_in_memory(tmp_path):
     ours, theirs = model(), model()
     session, optimizer = begin(ours, tmp_path / "run", params=ours.named_parameters())
     loop(ours, optimizer, batches(2))
@@ -205,7 +203,7 @@ def test_named_parameters_train_as_in_memory_to_the_bit(tmp_path):
     ids=str,
 )
 @pytest.mark.parametrize("of_group", [False, True], ids=["of all", "of a group"])
-def test_settings_that_torch_refuses_are_refused_before_anything_has_moved(tmp_path, settings, of_group):
+def test_settings_that_torch_refuses_are_refused_before_anything_moves(tmp_path, settings, of_group):
     ours = model()
     before = {name: values.clone() for name, values in ours.state_dict().items()}
     params = [{"params": list(ours.parameters()), **settings}] if of_group else None
@@ -228,9 +226,7 @@ def matrices_and_others(of):
 @pytest.mark.parametrize(
     "groups", [lambda of: matrices_and_others(of)[::-1], lambda of: list(of.parameters())], ids=["order", "number"]
 )
-def test_a_resume_with_other_groups_is_refused_and_one_with_the_same_goes_on_with_their_settings(
-    tmp_path, caplog, groups
-):
+def test_resume_refuses_other_groups_and_keeps_settings_of_same_groups(tmp_path, caplog, groups):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run", params=matrices_and_others(ours), lr=0.01)
     loop(ours, optimizer, batches(1))

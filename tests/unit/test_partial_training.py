@@ -89,7 +89,7 @@ def assert_equal(engine, other):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"arm": "none"}, {"versions": 1}, {"versions": 1, "redo": False}], ids=str)
-def test_adapters_train_as_in_memory_also_after_a_resume(tmp_path, options, dtype):
+def test_adapters_train_as_in_memory_before_and_after_resume(tmp_path, options, dtype):
     ours, theirs, again = made(dtype), made(dtype), made(dtype, seed=9)
     engine = begin(ours, tmp_path / "session", **options)
     train(ours, engine, range(2))
@@ -102,7 +102,7 @@ def test_adapters_train_as_in_memory_also_after_a_resume(tmp_path, options, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_step_with_adapters_writes_at_most_twice_what_it_trains(tmp_path, dtype):
+def test_adapter_step_writes_at_most_twice_what_it_trains(tmp_path, dtype):
     ours = made(dtype)
     engine = begin(ours, tmp_path / "session", checkpoints="device")
     train(ours, engine, range(2))
@@ -117,7 +117,7 @@ def test_a_step_with_adapters_writes_at_most_twice_what_it_trains(tmp_path, dtyp
     engine.close()
 
 
-def test_a_step_that_is_given_up_leaves_frozen_and_trained_weights(tmp_path):
+def test_abandoned_step_leaves_frozen_and_trained_weights_unchanged(tmp_path):
     ours, theirs = made(), made()
     engine = begin(ours, tmp_path / "session")
     train(ours, engine, [0])
@@ -130,7 +130,7 @@ def test_a_step_that_is_given_up_leaves_frozen_and_trained_weights(tmp_path):
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_store_of_an_earlier_version_with_frozen_weights_among_the_others_goes_on(tmp_path, monkeypatch, versions):
+def test_older_store_with_frozen_weights_mixed_in_resumes_training(tmp_path, monkeypatch, versions):
     begun = runtime.units_of
 
     def whole(*args):
@@ -152,7 +152,7 @@ def test_a_store_of_an_earlier_version_with_frozen_weights_among_the_others_goes
     engine.close()
 
 
-def test_a_layout_without_frozen_elements_is_that_of_earlier_stores():
+def test_layout_without_frozen_elements_matches_earlier_stores():
     ours = UnitParameters(key="u", kind=Kind.BLOCK, parameters=[("a", (300_000,), True)])
     layout = make_layout([ours], [("a", 300_000)], weights=torch.bfloat16)
     assert layout.digest == replace(layout, splits=False).digest
@@ -160,7 +160,7 @@ def test_a_layout_without_frozen_elements_is_that_of_earlier_stores():
 
 
 @pytest.mark.parametrize("second", ["u", "u/0"], ids=["two units", "a unit and a piece"])
-def test_two_tensors_of_one_key_are_refused(second):
+def test_two_tensors_with_the_same_key_are_refused(second):
     units = [
         UnitParameters(key=key, kind=Kind.BLOCK, parameters=[(name, (10,), True)])
         for key, name in (("u", "a"), (second, "b"))
@@ -187,7 +187,7 @@ class _Refuses:
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_buffer_whose_second_part_is_refused_is_used_until_the_first_has_ended(operation):
+def test_buffer_with_refused_second_part_waits_for_the_first_part(operation):
     parameters = [("a", (10_000,), True), ("b", (10_000,), False)]
     unit = UnitParameters(key="u", kind=Kind.BLOCK, parameters=parameters)
     layout, session = make_layout([unit], [("a", 10_000)], weights=torch.float32), _Refuses()

@@ -45,7 +45,7 @@ def in_state(state):
 @pytest.mark.parametrize(
     ("before", "after"), list(itertools.product(PieceState, repeat=2)), ids=lambda each: each.value
 )
-def test_only_the_changes_of_the_diagram_are_made(before, after):
+def test_only_transitions_of_the_state_diagram_are_allowed(before, after):
     pieces, piece = in_state(before)
     if (before, after) in ALLOWED:
         pieces.move(piece, after)
@@ -57,13 +57,13 @@ def test_only_the_changes_of_the_diagram_are_made(before, after):
 
 
 @pytest.mark.parametrize("state", list(PieceState), ids=lambda each: each.value)
-def test_what_has_begun_and_what_is_on_the_tier_follow_from_the_state(state):
+def test_begun_and_on_tier_flags_follow_from_the_state(state):
     pieces, piece = in_state(state)
     assert pieces.has_begun(piece) == pieces.any_begun == (state in (UPDATED, WRITTEN))
     assert pieces.is_on_tier(piece) == (state in (SPILLED, SUMMED))
 
 
-def test_a_piece_is_complete_when_each_of_its_parts_has_come_once():
+def test_piece_is_complete_when_each_part_has_arrived_once():
     made = layout()
     pieces, piece = StepPieces(made), next(each for each in made.pieces if len(each.runs) == 2)
     first, second = (run.part.key for run in piece.runs)
@@ -96,7 +96,7 @@ def test_a_unit_is_written_when_all_of_its_pieces_are():
     assert not pieces.is_written(made.units[1])
 
 
-def test_of_many_threads_one_opens_a_unit_and_one_closes_it():
+def test_only_one_of_many_threads_opens_or_closes_a_unit():
     pieces, gate = StepPieces(layout()), threading.Barrier(8)
     opened, closed = [], []
 
@@ -115,7 +115,7 @@ def test_of_many_threads_one_opens_a_unit_and_one_closes_it():
     assert pieces.open_units == []
 
 
-def test_a_job_that_fails_is_raised_in_the_training_thread_and_no_other_runs():
+def test_failed_job_raises_in_training_thread_and_stops_later_jobs():
     ran, cleaned = [], []
     jobs = JobThread("jobs", lambda: None, lambda: cleaned.append(threading.current_thread().name), 100)
 
@@ -138,7 +138,7 @@ def test_a_job_that_fails_is_raised_in_the_training_thread_and_no_other_runs():
     jobs.close()
 
 
-def test_memory_that_jobs_wait_for_holds_the_training_thread_back():
+def test_training_thread_is_held_back_until_jobs_release_memory():
     jobs, gate = JobThread("jobs", lambda: None, lambda: None, 100), threading.Event()
     jobs.hold_back(150)
     jobs.submit(gate.wait)

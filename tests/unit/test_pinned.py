@@ -49,7 +49,7 @@ def run_python(code: str, *, to_its_exit: bool = False) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("make", ALLOCATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
-def test_tensor_has_exactly_the_elements_asked_for(make, dtype):
+def test_tensor_has_exactly_the_requested_elements(make, dtype):
     tensor = allocate(make(lock=False), 1001, dtype)
     assert tensor.shape == (1001,)
     assert tensor.dtype == dtype
@@ -67,7 +67,7 @@ def test_page_aligned_reserves_less_than_a_page_over_the_request(requested):
 
 
 @given(st.integers(1, 2**40))
-def test_power_of_two_reserves_the_smallest_power_from_a_page_up(requested):
+def test_power_of_two_allocator_reserves_smallest_power_from_one_page(requested):
     reserved = PowerOfTwoPinnedAllocator().reserved_bytes(requested)
     assert reserved & (reserved - 1) == 0
     assert reserved >= max(requested, 4096)
@@ -75,7 +75,7 @@ def test_power_of_two_reserves_the_smallest_power_from_a_page_up(requested):
 
 
 @pytest.mark.parametrize(("make", "reserved"), [(ALLOCATORS[0], 5 << 20), (ALLOCATORS[1], 8 << 20)])
-def test_all_reserved_pages_are_locked_by_the_kernels_account(make, reserved):
+def test_kernel_counts_all_reserved_pages_as_locked(make, reserved):
     gc.collect()  # objects of other tests would otherwise be freed in between
     before = locked_bytes()
     ledger = Ledger()
@@ -92,7 +92,7 @@ def test_all_reserved_pages_are_locked_by_the_kernels_account(make, reserved):
     assert locked_bytes() == before
 
 
-def test_without_locking_pages_are_touched_and_the_entry_says_so():
+def test_unlocked_pages_are_touched_and_recorded_as_unlocked():
     ledger = Ledger()
     tensor = allocate(PageAlignedPinnedAllocator(ledger, lock=False), 1 << 20, torch.uint8)
     (check,) = verify_by_address(ledger.live())
@@ -102,7 +102,7 @@ def test_without_locking_pages_are_touched_and_the_entry_says_so():
     assert is_pinned(tensor)
 
 
-def test_freed_once_after_the_last_view_and_the_ledger_closes_then():
+def test_memory_is_freed_and_ledger_closed_after_the_last_view():
     ledger = Ledger()
     tensor = allocate(PageAlignedPinnedAllocator(ledger, lock=False))
     address = tensor.data_ptr()
@@ -119,7 +119,7 @@ def test_freed_once_after_the_last_view_and_the_ledger_closes_then():
     assert entry.died_s >= entry.born_s
 
 
-def test_entries_of_two_ledgers_close_in_their_own():
+def test_entries_close_in_the_ledger_that_opened_them():
     first, second = Ledger(), Ledger()
     one = allocate(PageAlignedPinnedAllocator(first, lock=False))
     two = allocate(PageAlignedPinnedAllocator(second, lock=False))
@@ -129,7 +129,7 @@ def test_entries_of_two_ledgers_close_in_their_own():
     assert (len(first.live()), len(second.live())) == (0, 0)
 
 
-def test_ledger_entry_states_the_allocation():
+def test_ledger_entry_describes_the_allocation():
     ledger = Ledger()
     tensor = PowerOfTwoPinnedAllocator(ledger, lock=False).allocate(
         3000, torch.float16, name="pool-0", owner="parameter_pool", role="device"
@@ -145,7 +145,7 @@ def test_ledger_entry_states_the_allocation():
     assert entry.address == tensor.data_ptr()
 
 
-def test_is_pinned_goes_by_address():
+def test_is_pinned_decides_by_address():
     tensor = allocate(PageAlignedPinnedAllocator(lock=False))
     assert is_pinned(tensor)
     assert is_pinned(tensor[999:])
@@ -159,12 +159,12 @@ def test_is_pinned_goes_by_address():
 
 @pytest.mark.parametrize("make", [*ALLOCATORS, lambda: CountingAllocator("page_aligned")])
 @pytest.mark.parametrize("numel", [0, -7])
-def test_nothing_or_less_is_refused(make, numel):
+def test_allocating_zero_or_negative_elements_is_refused(make, numel):
     with pytest.raises(ValueError, match="ask for at least one"):
         allocate(make(), numel)
 
 
-def test_reserved_bytes_of_nothing_is_refused():
+def test_reserved_bytes_of_zero_bytes_are_refused():
     for allocator in (PageAlignedPinnedAllocator(), PowerOfTwoPinnedAllocator()):
         with pytest.raises(ValueError, match="at least one byte"):
             allocator.reserved_bytes(0)
@@ -172,12 +172,12 @@ def test_reserved_bytes_of_nothing_is_refused():
 
 @pytest.mark.parametrize("make", ALLOCATORS)
 @pytest.mark.parametrize("numel", [2**45, 2**62, 2**70])
-def test_more_than_the_ram_is_refused_by_name(make, numel):
+def test_allocation_beyond_ram_is_refused_by_buffer_name(make, numel):
     with pytest.raises(MemoryError, match=r"'buffer'.*more than the \d+ MiB of RAM: use"):
         allocate(make(), numel, torch.float32)
 
 
-def test_over_the_memlock_limit_is_an_error_or_an_unlocked_buffer():
+def test_exceeding_memlock_limit_raises_or_leaves_the_buffer_unlocked():
     # In a child that has given up root, for which the limit applies.
     done = run_python("""
 import os, resource, torch
@@ -200,7 +200,7 @@ assert len(ledger.entries()) == 1
     assert "ulimit -l" in done.stdout
 
 
-def test_options_that_cannot_work_are_refused():
+def test_invalid_allocator_options_are_refused():
     with pytest.raises(ValueError, match="needs lock=True"):
         PageAlignedPinnedAllocator(lock=False, require_lock=True)
     with pytest.raises(ValueError, match="unknown pages 'huge': use one of small, transparent, reserved"):
@@ -213,7 +213,7 @@ def test_options_that_cannot_work_are_refused():
 
 
 @pytest.mark.parametrize("make", ALLOCATORS)
-def test_counting_allocator_books_what_the_real_one_does(make):
+def test_counting_allocator_records_the_same_as_the_real_one(make):
     real, counted = Ledger(), Ledger()
     real_allocator = make(real, lock=False)
     counting = CountingAllocator(real_allocator.name, counted)
@@ -227,7 +227,7 @@ def test_counting_allocator_books_what_the_real_one_does(make):
     assert counted.live()[0].address is None
 
 
-def test_threads_allocate_and_free():
+def test_concurrent_threads_allocate_and_free_without_leaks():
     ledger = Ledger()
     allocator = PageAlignedPinnedAllocator(ledger, lock=False)
     before = live_addresses()
@@ -283,7 +283,7 @@ def driver(monkeypatch):
     return fake
 
 
-def test_cuda_registers_the_whole_block_once_and_unregisters_before_the_free(driver):
+def test_cuda_registers_whole_blocks_once_and_unregisters_before_freeing(driver):
     tensor = allocate(PageAlignedPinnedAllocator(lock=False), 5000, torch.uint8)
     address = tensor.data_ptr()
     assert driver.calls == [("register", address, 8192)]
@@ -295,7 +295,7 @@ def test_cuda_registers_the_whole_block_once_and_unregisters_before_the_free(dri
     assert address not in live_addresses()
 
 
-def test_cuda_refusal_is_an_error_and_leaks_nothing(driver):
+def test_failed_cuda_registration_raises_and_leaks_nothing(driver):
     driver.register_code = 2
     before = live_addresses()
     with pytest.raises(RuntimeError, match=r"cudaHostRegister .* failed with code 2: raise"):
@@ -305,7 +305,7 @@ def test_cuda_refusal_is_an_error_and_leaks_nothing(driver):
     assert [call[0] for call in driver.calls] == ["register"]
 
 
-def test_cuda_seam_refuses_what_it_does_not_know(driver):
+def test_cuda_refuses_double_registration_and_unknown_unregistration(driver):
     cuda.register(0x1000, 4096)
     with pytest.raises(ValueError, match="already registered with CUDA"):
         cuda.register(0x1000, 4096)
@@ -345,7 +345,7 @@ assert len(calls) == 1
 
 
 @pytest.mark.parametrize("prefix", [FAKE_CUDA, FAKE_CUDA.replace("cuda.available = lambda: True", "")])
-def test_tensors_alive_at_interpreter_exit_do_no_harm(prefix):
+def test_tensors_alive_at_interpreter_exit_cause_no_errors(prefix):
     done = run_python(
         prefix + "torch.kept_for_ever = [tensor]\nloop = [tensor]; loop.append(loop); print('end')", to_its_exit=True
     )
@@ -380,7 +380,7 @@ assert ledger.live() == _C.pinned_live() == []
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_fork_while_other_threads_allocate_leaves_no_lock_shut():
+def test_fork_while_other_threads_allocate_leaves_no_lock_held():
     done = run_python("""
 import os, signal, threading, torch
 from memascend.memory.pinned import PageAlignedPinnedAllocator as Exact
@@ -406,7 +406,7 @@ stop.set()
     assert done.returncode == 0, done.stderr
 
 
-def test_unregistered_exactly_once_at_interpreter_exit_or_before():
+def test_memory_freed_before_exit_is_unregistered_from_cuda_once():
     """The driver is called once for what is freed before the end, and never while the interpreter is finalised."""
     done = run_python(
         FAKE_CUDA
@@ -425,7 +425,7 @@ del views
 
 
 @pytest.mark.parametrize("make", ALLOCATORS)
-def test_transparent_huge_pages_reserve_no_more(make):
+def test_transparent_huge_pages_reserve_no_extra_memory(make):
     numel = (5 << 20) + 123
     ledger = Ledger()
     tensor = allocate(make(ledger, pages="transparent", lock=False), numel, torch.uint8)
@@ -457,7 +457,7 @@ def huge_page_bytes(address: int) -> int:
     raise AssertionError(f"{address:#x} is not mapped")
 
 
-def test_reserved_huge_pages_say_what_they_reserve_and_what_is_missing():
+def test_reserved_huge_pages_round_sizes_and_refuse_when_unavailable():
     allocator = PageAlignedPinnedAllocator(pages="reserved")
     assert allocator.reserved_bytes(1) == HUGE_PAGE_BYTES
     assert PowerOfTwoPinnedAllocator(pages="reserved").reserved_bytes(3 * HUGE_PAGE_BYTES) == 4 * HUGE_PAGE_BYTES
@@ -474,7 +474,7 @@ def test_reserved_huge_pages_say_what_they_reserve_and_what_is_missing():
     assert verify_by_address([entry])[0].agrees
 
 
-def test_frees_on_a_thread_without_python():
+def test_autograd_graph_keeps_the_buffer_until_backward_frees_it():
     """C++ may drop the last reference (autograd's threads): the graph keeps the buffer, and backward frees it."""
     ledger = Ledger()
     buffer = allocate(PageAlignedPinnedAllocator(ledger, lock=False), 100)

@@ -45,14 +45,14 @@ def allocate(allocator, nbytes, **options):
         (weighted({0: 1.5, 2: 1}), "a whole weight"),
     ],
 )
-def test_nodes_that_cannot_be_are_refused_in_one_line(placement, words):
+def test_invalid_nodes_are_refused_in_one_line(placement, words):
     with pytest.raises(ValueError, match=r"^placement ") as refused:
         placement.check(MACHINE, PAGE)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_the_kernels_weights_need_a_kernel_that_has_them_and_own_weights_do_not():
+def test_kernel_weights_need_kernel_support_but_own_weights_do_not():
     old = Topology.of(Node(number=0, cpus="0", total_bytes=GIB, available_bytes=GIB, distances={0: 10}))
     with pytest.raises(ValueError, match=r"needs Linux 6\.9; give weights of its own, as weighted\(\{0: 1\}\)"):
         weighted([0]).check(old, PAGE)
@@ -61,7 +61,7 @@ def test_the_kernels_weights_need_a_kernel_that_has_them_and_own_weights_do_not(
     weighted({0: 7, 2: 2}).check(MACHINE, GIB)
 
 
-def test_the_shares_of_a_policy_are_by_weight_and_add_up():
+def test_policy_shares_follow_weights_and_add_up():
     assert weighted({0: 7, 2: 1}).shares(800, MACHINE) == {0: 700, 2: 100}
     assert weighted([0, 2]).shares(800, MACHINE) == {0: 600, 2: 200}
     assert interleaved([0, 1]).shares(800, MACHINE) == {0: 400, 1: 400}
@@ -69,7 +69,7 @@ def test_the_shares_of_a_policy_are_by_weight_and_add_up():
     assert prefer([1, 2]).shares(3 * GIB, MACHINE) == {1: GIB, 2: 2 * GIB}
 
 
-def test_a_strict_policy_beyond_what_is_free_is_refused_before_it_is_taken():
+def test_strict_placement_beyond_free_memory_is_refused_before_allocation():
     for policy in (on_node(1), prefer([1]), interleaved([1])):
         policy.check(MACHINE, 2 * GIB)  # the rest goes to other nodes
     on_node(1, strict=True).check(MACHINE, GIB)
@@ -81,13 +81,13 @@ def test_a_strict_policy_beyond_what_is_free_is_refused_before_it_is_taken():
     assert (len(_C.pinned_live()), allocator.ledger.entries()) == (before, [])
 
 
-def test_a_node_outside_of_the_cpuset_is_refused():
+def test_node_outside_the_cpuset_is_refused():
     confined = Topology(nodes=MACHINE.nodes, allowed=frozenset({0}))
     with pytest.raises(ValueError, match=r"may not use node 2 \(cpuset\), only 0"):
         interleaved([0, 2]).check(confined, PAGE)
 
 
-def test_a_plan_has_the_nodes_of_its_policy_and_the_described_machines_limits():
+def test_planned_allocations_record_policy_nodes_and_respect_machine_limits():
     ledger = Ledger()
     allocator = CountingAllocator("page_aligned", ledger, placement=on_node(2), topology=MACHINE)
     allocate(allocator, GIB)
@@ -117,7 +117,7 @@ def sysfs(root: Path) -> Path:
     return root
 
 
-def test_a_topology_is_read_from_sysfs_with_gaps_in_the_numbers(tmp_path):
+def test_topology_is_read_from_sysfs_with_gaps_between_node_numbers(tmp_path):
     topology = Topology.read(sysfs(tmp_path))
     near, card = topology.nodes[0], topology.nodes[2]
     assert (near.cpus, near.total_bytes, near.available_bytes, near.weight) == ("0-3", 1000 << 10, 155 << 10, 4)
@@ -126,7 +126,7 @@ def test_a_topology_is_read_from_sysfs_with_gaps_in_the_numbers(tmp_path):
     assert topology.allowed == {0, 2}
 
 
-def test_a_kernel_without_numa_is_one_node(tmp_path):
+def test_kernel_without_numa_has_one_node(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 600 kB\n")
     (node,) = Topology.read(tmp_path).nodes.values()
@@ -144,7 +144,7 @@ def test_this_machine_has_a_node_with_cpus_and_memory():
 @pytest.mark.parametrize("make", [PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator])
 @pytest.mark.parametrize("placement", POLICIES, ids=str)
 @pytest.mark.parametrize("lock", [True, False])
-def test_every_page_of_an_allocation_lies_where_the_policy_says(make, placement, lock):
+def test_all_pages_of_an_allocation_follow_the_placement_policy(make, placement, lock):
     ledger = Ledger()
     allocator = make(ledger, lock=lock, placement=placement)
     tensor = allocate(allocator, 3 * MIB + 1)
@@ -162,7 +162,7 @@ def test_every_page_of_an_allocation_lies_where_the_policy_says(make, placement,
 
 
 @pytest.mark.parametrize("pages", ["small", "transparent"])
-def test_huge_pages_may_be_placed_too(pages):
+def test_small_and_transparent_huge_pages_can_be_placed(pages):
     tensor = allocate(PageAlignedPinnedAllocator(lock=False, pages=pages), 4 * MIB, placement=interleaved([0]))
     assert nodes_of(tensor) == {0: 1024}
 
@@ -180,7 +180,7 @@ def no_huge_pages(address: int) -> bool:
     raise AssertionError("not mapped")
 
 
-def test_interleaving_is_by_small_pages_unless_huge_ones_are_wanted():
+def test_interleaving_uses_small_pages_unless_huge_ones_are_requested():
     allocator = PageAlignedPinnedAllocator(lock=False, placement=interleaved([0]))
     huge = PageAlignedPinnedAllocator(lock=False, placement=interleaved([0]), pages="transparent")
     assert no_huge_pages(allocate(allocator, 2 * MIB).data_ptr())
@@ -188,7 +188,7 @@ def test_interleaving_is_by_small_pages_unless_huge_ones_are_wanted():
     assert not no_huge_pages(allocate(allocator, 2 * MIB, placement=on_node(0)).data_ptr())
 
 
-def test_untouched_pages_are_counted_apart():
+def test_untouched_pages_are_counted_separately():
     mapped = torch.frombuffer(mmap.mmap(-1, 8 * PAGE), dtype=torch.uint8)
     mapped[0] = 1
     assert nodes_of(mapped)[UNTOUCHED] == 7
@@ -216,12 +216,12 @@ def test_moving_keeps_address_and_contents(placement):
     assert bool((heap == 1).all())
 
 
-def test_moving_to_a_node_that_is_not_here_is_refused():
+def test_moving_to_a_missing_node_is_refused():
     with pytest.raises(ValueError, match="there is no node 999 here"):
         move(torch.ones(MIB), on_node(999))
 
 
-def test_the_extension_refuses_what_was_not_checked():
+def test_extension_itself_refuses_invalid_placements():
     with pytest.raises(ValueError, match="unknown placement 'everywhere'"):
         _C.pinned_empty(10, torch.uint8, PAGE, False, False, "small", ("everywhere", [0], []))
     with pytest.raises(ValueError, match="at least one node"):

@@ -11,13 +11,13 @@ from memascend.storage.placement import Rates, arrange, counts, update_seconds
 NVME, PFS = Rates(6.9e9, 5.3e9), Rates(3.6e9, 3.6e9)  # Table 1, Testbed-1
 
 
-def test_as_published_is_eq_1_with_the_sum_adjusted():
+def test_as_published_counts_follow_equation_1_with_adjusted_sum():
     assert counts(100, "as_published", [NVME, PFS]) in ([60, 40], [59, 41])  # ceilings of 59.55 and 40.45
     assert counts(4, "as_published", [NVME, PFS]) == [2, 2]
     assert counts(97, "as_published", [NVME, NVME]) in ([48, 49], [49, 48])
 
 
-def test_balanced_makes_the_slowest_path_as_quick_as_it_can_be():
+def test_balanced_placement_minimizes_the_time_of_the_slowest_path():
     assert counts(100, "balanced", [NVME, PFS]) == [63, 37]  # 1.67 : 1
     for seed in range(20):
         chance = random.Random(seed)
@@ -51,7 +51,7 @@ def test_groups_of_unequal_sizes_are_balanced_by_bytes():
     assert held == [600, 600]
 
 
-def test_what_is_no_placement_is_refused():
+def test_invalid_placements_and_rates_are_refused():
     with pytest.raises(ValueError, match="placement 'fast' is unknown"):
         counts(4, "fast", [NVME, PFS])
     with pytest.raises(ValueError, match="a share for each of 2 paths"):

@@ -27,7 +27,7 @@ MACHINE = Topology.of(
         {"policy": "latency_first", "limits": {0: "1GiB"}},
     ],
 )
-def test_what_is_said_is_the_same_after_it_was_written_down(value):
+def test_policy_survives_a_round_trip_through_text(value):
     policy = PlacementPolicy.parse(value)
     assert PlacementPolicy.parse(policy.as_text()) == policy
 
@@ -51,7 +51,7 @@ def test_what_is_said_is_the_same_after_it_was_written_down(value):
         ({"limits": [1]}, "limits are a mapping"),
     ],
 )
-def test_what_makes_no_sense_is_one_line_that_names_the_key(value, words):
+def test_invalid_policy_is_refused_in_one_line_naming_the_key(value, words):
     with pytest.raises(ValueError) as refused:
         PlacementPolicy.parse(value, "run.yaml: 'placement'")
     assert str(refused.value).startswith("run.yaml: 'placement': ")
@@ -59,7 +59,7 @@ def test_what_makes_no_sense_is_one_line_that_names_the_key(value, words):
     assert "\n" not in str(refused.value)
 
 
-def test_latency_first_takes_sizes_and_limits():
+def test_latency_first_respects_sizes_and_limits():
     sizes = {MASTERS: 2 * GIB, MOMENTUM: 2 * GIB, ACTIVATIONS: 4 * GIB}
     free = PlacementPolicy.parse("latency_first").resolve(sizes, MACHINE)
     divided = weighted({1: 2 * GIB, 2: 2 * GIB})
@@ -69,13 +69,13 @@ def test_latency_first_takes_sizes_and_limits():
     assert tight.placements[MOMENTUM] == weighted({1: GIB, 2: GIB})
 
 
-def test_interleave_is_every_class_over_every_node_with_memory():
+def test_interleave_spreads_every_class_over_all_nodes_with_memory():
     assert PlacementPolicy.parse("interleave").resolve({}, MACHINE).placements == dict.fromkeys(
         CLASSES, interleaved([0, 1, 2])
     )
 
 
-def test_named_nodes_are_checked_and_weights_are_the_tensors_own():
+def test_named_nodes_are_checked_and_given_weights_are_used():
     policy = PlacementPolicy.parse("{momentum: 1, weights: [0, 2], activations: {1: 3, 2: 1}}")
     assert policy.resolve({}, MACHINE).placements == {
         MOMENTUM: on_node(1),
@@ -86,7 +86,7 @@ def test_named_nodes_are_checked_and_weights_are_the_tensors_own():
         PlacementPolicy.parse({"momentum": 5}).resolve({}, MACHINE)
 
 
-def test_the_key_of_a_run_is_a_name_or_a_mapping_in_file_and_flag():
+def test_placement_key_accepts_names_and_mappings_in_file_and_flag():
     assert checked("placement", {"momentum": 1}, "run.yaml") == from_text("placement", "{momentum: 1}")
     assert checked("placement", "latency_first", "run.yaml") == "latency_first"
     assert checked("placement", None, "run.yaml") is None

@@ -36,7 +36,7 @@ def as_train_option(name):
     return {"gpus": "ranks"}.get(name, name)
 
 
-def test_what_is_left_out_is_the_same_in_both(capsys):
+def test_plan_and_train_have_the_same_defaults(capsys):
     made, default = planned(capsys), TrainConfig(model=MODEL)
     names = (
         "dtype",
@@ -70,7 +70,7 @@ def test_what_is_left_out_is_the_same_in_both(capsys):
     ],
     ids=str,
 )
-def test_the_same_options_need_the_same_memory_and_space(capsys, options):
+def test_same_options_need_the_same_memory_in_plan_and_train(capsys, options):
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     made = planned(capsys, *words)
     config = TrainConfig(model=MODEL, **options)
@@ -81,13 +81,13 @@ def test_the_same_options_need_the_same_memory_and_space(capsys, options):
 
 
 @pytest.mark.parametrize(("system", "arm"), [("all_in_gpu", None), ("zero_infinity", "as_published_round_threshold")])
-def test_train_refuses_in_one_line_what_is_planned_alone(system, arm):
+def test_train_refuses_systems_and_arms_that_can_only_be_planned(system, arm):
     config = TrainConfig(model="m", data=["d"], system=system, arm=arm)
     with pytest.raises(ValueError, match="can only be planned and simulated"):
         systems.check(config)
 
 
-def test_gradients_that_stay_in_memory_are_not_planned_on_the_ssd(capsys):
+def test_gradients_kept_in_memory_are_not_planned_on_the_ssd(capsys):
     swapped, kept = (planned(capsys, "--arm", arm) for arm in ("memascend", "memascend_kept_gradients"))
     gradients = swapped["io_bytes"]["write"]["backward"]
     assert kept["io_bytes"]["write"]["backward"] == 0
@@ -130,7 +130,7 @@ def test_the_written_configuration_is_what_train_runs(capsys, tmp_path, system, 
 
 
 @pytest.mark.parametrize("arm", found.load("memascend").arms)
-def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_path, arm):
+def test_configuration_written_for_an_arm_sets_its_parts(capsys, tmp_path, arm):
     dtype = "bf16" if "bf16" in arm else "fp16"
     planned(capsys, "--arm", arm, "--dtype", dtype, config=tmp_path / "ds.json")
     section = json.loads((tmp_path / "ds.json").read_text())["memascend"]
@@ -146,26 +146,26 @@ def test_the_configuration_written_for_an_arm_switches_its_parts(capsys, tmp_pat
         ([], '"memascend" must be a section such as {"pool": "adaptive"}, got []'),
     ],
 )
-def test_a_section_that_cannot_be_read_is_refused_in_one_line(section, line) -> None:
+def test_invalid_memascend_section_is_refused(section, line) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
         enable_options({"memascend": section}, {})
 
 
-def test_an_empty_section_and_a_true_one_mean_everything() -> None:
+def test_missing_empty_and_enabled_sections_enable_everything() -> None:
     assert all(
         enable_options({"memascend": section}, {}) == enable_options({}, {})
         for section in (None, {}, {"enabled": True})
     )
 
 
-def test_keywords_stand_over_the_section_and_one_that_is_none_does_not() -> None:
+def test_keywords_override_the_section_unless_they_are_none() -> None:
     section = {"pool": "monolithic", "loss": "chunked", "devices": None}
     options = enable_options({"memascend": section}, {"pool": None, "overflow": "chain", "blocks_in_flight": 2})
     assert options.parts == Parts(pool="monolithic", overflow="chain")
     assert (options.memory.loss, options.blocks_in_flight, options.devices) == ("chunked", 2, ())
 
 
-def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> None:
+def test_unknown_keywords_and_program_keywords_in_section_are_refused() -> None:
     with pytest.raises(TypeError, match=r"memascend.enable has no keyword 'poool' \(did you mean pool\?\)"):
         enable_options({}, {"poool": "adaptive"})
     with pytest.raises(ValueError, match="unknown key 'gather_clone'"):
@@ -186,7 +186,7 @@ def test_an_unknown_keyword_is_refused_and_programs_keywords_are_no_keys() -> No
         (1, "checkpoint", 14 + 4),
     ],
 )
-def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versions, per_parameter):
+def test_state_versions_take_the_same_space_in_plan_and_train(capsys, clip, versions, per_parameter):
     """In addition there are inputs of blocks, space for two blocks and the spare space of the gradients' file."""
     words = ("--system", "lohan", "--clip", str(clip), "--state-versions", versions, "--ssd-space", "150")
     made = planned(capsys, *words)
@@ -215,7 +215,7 @@ def test_versions_of_the_states_take_the_same_space_in_both(capsys, clip, versio
     ],
     ids=str,
 )
-def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written):
+def test_planned_step_writes_the_expected_bytes_per_parameter(capsys, options, written):
     """Bytes per parameter; the bytes written determine a drive's life."""
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     made = planned(capsys, "--system", "lohan", "--checkpointing", "plain", "--ssd-endurance", "1000", *words)
@@ -225,7 +225,7 @@ def test_a_step_writes_gradients_as_often_as_they_wait(capsys, options, written)
 
 
 @pytest.mark.parametrize(("versions", "per_parameter"), [("checkpoint", 4.0625), ("two", 2 * 4.0625)])
-def test_8_bit_moments_take_4_bytes_a_parameter_and_version_in_both(capsys, versions, per_parameter):
+def test_int8_states_take_four_bytes_per_parameter_and_version(capsys, versions, per_parameter):
     """There is a margin for inputs of blocks, and for space of two units with one version."""
     words = ("--system", "lohan", "--clip", "0", "--states", "int8", "--checkpointing", "plain")
     made = planned(capsys, *words, "--state-versions", versions)
@@ -238,7 +238,7 @@ def test_8_bit_moments_take_4_bytes_a_parameter_and_version_in_both(capsys, vers
     assert made["ssd_bytes"] / made["parameters"] == pytest.approx(per_parameter, rel=0.1)
 
 
-def test_a_step_on_a_disk_without_room_for_two_versions_is_that_of_one(capsys):
+def test_disk_too_small_for_two_versions_is_planned_with_one(capsys):
     words = ("--system", "lohan", "--clip", "0", "--ssd-space")
     roomy, tight, asked = (
         planned(capsys, *words, space, *more)
@@ -248,7 +248,7 @@ def test_a_step_on_a_disk_without_room_for_two_versions_is_that_of_one(capsys):
 
 
 @pytest.mark.parametrize("limit", ["ram", "ssd-space"])
-def test_the_largest_context_is_that_of_a_run_whose_checkpoints_go_to_the_ssd(capsys, limit):
+def test_largest_context_is_exact_with_checkpoints_on_the_ssd(capsys, limit):
     """A few checkpoints are in host memory, and all of them on the SSD."""
     given = ("--gpu-memory", "8000", f"--{limit}", {"ram": "5", "ssd-space": "240"}[limit])
     words = ("--system", "lohan", "--batch", "4", *given)
@@ -261,12 +261,12 @@ def test_the_largest_context_is_that_of_a_run_whose_checkpoints_go_to_the_ssd(ca
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "much"])
-def test_a_norm_that_cannot_be_is_refused_in_one_line(capsys, value):
+def test_invalid_clip_norm_is_refused(capsys, value):
     assert main(["plan", "--model", MODEL, f"--clip={value}"]) == 2
     assert f"argument --clip: '{value}' is not a number of at least 0" in capsys.readouterr().err
 
 
-def test_a_plan_says_which_versions_were_asked_for_and_whose_they_are(capsys):
+def test_plan_names_requested_state_versions_and_refuses_unsupported_ones(capsys):
     words = ["plan", "--model", MODEL, "--system", "lohan", "--state-versions"]
     assert main([*words, "checkpoint"]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -13,7 +13,7 @@ from memascend.planner.step import io_volume
 SPEC = model_spec("llama3.1-8b")
 
 
-def test_colossal_ai_holds_weights_and_masters_and_its_moments_cross_the_ssd():
+def test_colossal_ai_keeps_weights_in_memory_and_streams_moments():
     """6 bytes per parameter in host memory, and the moments of two tensors; 8 bytes read and 8 written per step."""
     work = Workload(spec=SPEC, system="colossal_ai", dtype="bf16", stack=Stack(checkpointing="plain"))
     largest = max(tensor.numel for tensor in SPEC.tensors())
@@ -25,14 +25,14 @@ def test_colossal_ai_holds_weights_and_masters_and_its_moments_cross_the_ssd():
     assert moved.read_bytes["forward"] == moved.read_bytes["backward"] == 0
 
 
-def test_flashneuron_keeps_the_states_on_the_gpu_and_two_blocks_of_activations():
+def test_flashneuron_keeps_states_and_two_activation_blocks_on_the_gpu():
     work = Workload(spec=SPEC, system="flashneuron", dtype="bf16", stack=Stack(checkpointing="ssd"))
     held = gpu_memory(work).components()
     assert held["model states"] == 16 * SPEC.parameters
     assert "activations of 2 blocks" in held
 
 
-def test_a_system_that_does_not_train_is_not_offered():
+def test_systems_that_cannot_train_are_not_suggested():
     planned_alone = {name for name in systems.names() if not systems.arrangement(name).runs}
     assert planned_alone == {"all_in_gpu", "colossal_ai", "flashneuron"}
     work = Workload(spec=SPEC, system="zero_infinity", dtype="bf16")

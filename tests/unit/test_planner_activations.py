@@ -32,7 +32,7 @@ ALL = [MIXES.simulate(o, r) for r in range(7) for o in range(7 - r)]
 
 
 @pytest.mark.parametrize("limit", [0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0])
-def test_no_mix_that_fits_is_faster(limit):
+def test_chosen_mix_is_the_fastest_that_fits(limit):
     room = limit * MIXES.simulate(0, 0).peak_bytes
     fitting = [mix for mix in ALL if mix.peak_bytes <= room]
     found = choose(WORK, MACHINE, room, IDEAL).fastest
@@ -43,7 +43,7 @@ def test_no_mix_that_fits_is_faster(limit):
     assert found.seconds == pytest.approx(min(mix.seconds for mix in fitting), rel=1e-9)
 
 
-def test_with_room_for_all_nothing_is_moved_and_with_none_there_is_no_mix():
+def test_ample_memory_keeps_everything_and_too_little_allows_no_mix():
     made = choose(WORK, MACHINE, 1e18, IDEAL)
     assert made.fastest == made.all_kept
     assert str(made.fastest) == "6 kept"
@@ -51,7 +51,7 @@ def test_with_room_for_all_nothing_is_moved_and_with_none_there_is_no_mix():
     assert choose(WORK, MACHINE, 1e6, IDEAL).fastest is None
 
 
-def test_a_drive_that_suffices_is_used_before_anything_is_computed_again():
+def test_fast_drive_is_preferred_to_recomputation_and_slow_is_not():
     fast = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=900e9, ssd_write_bytes_per_s=900e9)
     made = choose(WORK, fast, 0.5 * MIXES.simulate(0, 0).peak_bytes, IDEAL)
     assert (made.fastest.recomputed, made.fastest.seconds) == (0, pytest.approx(made.all_kept.seconds))
@@ -59,7 +59,7 @@ def test_a_drive_that_suffices_is_used_before_anything_is_computed_again():
     assert choose(WORK, slow, 0.5 * MIXES.simulate(0, 0).peak_bytes, IDEAL).fastest.offloaded == 0
 
 
-def test_the_room_is_what_weights_states_and_kernels_leave():
+def test_activation_memory_is_what_weights_states_and_kernels_leave():
     made = full_plan(WORK, Limits(gpu_bytes=40 * 2**30), MACHINE)
     assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
     held = 40 * 2**30 - made.choice.room_bytes
@@ -69,12 +69,12 @@ def test_the_room_is_what_weights_states_and_kernels_leave():
     assert full_plan(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None
 
 
-def test_an_unknown_policy_is_one_line():
+def test_unknown_activation_policy_is_refused():
     with pytest.raises(ValueError, match="invalid activation policy 'compress': expected keep, recompute, offload"):
         dataclasses.replace(WORK, activation_policies=("compress",))
 
 
-def test_the_command_says_what_to_do_with_which_blocks(capsys):
+def test_plan_command_recommends_a_mix_that_train_accepts(capsys):
     words = ["plan", "--model", "llama3.2-1b", "--batch", "4", "--context", "4096", "--system", "ssdtrain"]
     words += ["--checkpointing", "ssd", "--gpu-memory", "40", "--testbed", "lohan-4090"]
     main(words)

@@ -27,14 +27,14 @@ def test_plan_prints_every_component_and_a_total(capsys):
     assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and their total
 
 
-def test_a_streamed_model_s_gradients_come_from_a_gpu_through_host_memory_of_their_own(capsys):
+def test_streamed_gradients_from_a_gpu_need_their_own_host_memory(capsys):
     common = ("plan", "--model", "qwen2.5-7b", "--system", "lohan", "--json")
     here, there = (json.loads(run(capsys, *common, *more)[1]) for more in (("--device", "cpu"), ()))
     name = "gradients on their way"
     assert there["components_bytes"][name] - here["components_bytes"][name] == 2 * PIECE_ELEMENTS
 
 
-def test_on_a_cpu_the_computation_is_in_host_memory_and_the_process_has_no_cuda(capsys, monkeypatch):
+def test_cpu_plan_puts_computation_in_host_memory_without_cuda_overhead(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     command = ("plan", "--model", "qwen2.5-7b", "--json")
     for system in ((), ("--system", "lohan", "--states", "int8")):
@@ -49,7 +49,7 @@ def test_on_a_cpu_the_computation_is_in_host_memory_and_the_process_has_no_cuda(
     assert "exclude each other" in error
 
 
-def test_a_small_run_on_a_cpu_is_within_a_gigabyte(capsys, tmp_path):
+def test_small_run_on_a_cpu_fits_in_one_gigabyte(capsys, tmp_path):
     """It peaks at half of that; a process with CUDA would not fit."""
     command = ("plan", "--model", "qwen2.5-0.5b", "--twin", "16", "--context", "64", "--host-memory", "1GB")
     assert run(capsys, *command)[0] == 2
@@ -57,7 +57,7 @@ def test_a_small_run_on_a_cpu_is_within_a_gigabyte(capsys, tmp_path):
     assert (status, "no GPU:" in out) == (0, True)
 
 
-def test_the_largest_context_on_a_cpu_leaves_room_for_the_computation(capsys):
+def test_largest_context_on_a_cpu_fits_and_next_does_not(capsys):
     command = ("plan", "--model", "llama3.2-1b", "--device", "cpu", "--json", "--ram", "24")
     made = json.loads(run(capsys, *command)[1])
     context = made["largest"]["context"]
@@ -65,14 +65,14 @@ def test_the_largest_context_on_a_cpu_leaves_room_for_the_computation(capsys):
     assert not json.loads(run(capsys, *command, "--context", str(context + 256))[1])["fits"]
 
 
-def test_plan_says_how_much_is_missing_and_what_is_largest(capsys):
+def test_plan_reports_the_shortfall_and_the_largest_component(capsys):
     status, out, _ = run(capsys, "plan", "--model", "qwen2.5-32b", "--ram", "64")
     assert status == 1
     assert "does not fit 64 GiB" in out
     assert "GiB short; largest part: gradient flat buffer" in out
 
 
-def test_systems_are_compared_with_the_baseline_whose_rounding_pytorch_bounds(capsys):
+def test_comparison_includes_the_baseline_with_rounding_bounded_by_pytorch(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--dtype", "fp16", "--checkpointing", "plain")
     (line,) = (line for line in out.splitlines() if "rounding bounded by PyTorch" in line)
     assert " 85.77 " in line
@@ -82,12 +82,12 @@ def test_systems_are_compared_with_the_baseline_whose_rounding_pytorch_bounds(ca
 
 
 @pytest.mark.parametrize(("given", "size"), [("64", 64), ("64GiB", 64), ("64GB", 64e9 / 2**30), ("65536MiB", 64)])
-def test_host_memory_is_given_in_gib_or_with_its_unit(capsys, given, size):
+def test_host_memory_is_given_in_gib_or_with_a_unit(capsys, given, size):
     made = json.loads(run(capsys, "plan", "--model", "llama3.2-1b", "--json", "--ram", given)[1])
     assert made["ram_gib"] == pytest.approx(size)
 
 
-def test_other_systems_that_keep_other_states_say_so(capsys):
+def test_comparison_labels_systems_with_a_different_state_type(capsys):
     _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--states", "bf16", "--ram", "64")
     (line,) = (line for line in out.splitlines() if "DeepSpeed 0.19.8" in line)
     assert ", fp32 states" in line
@@ -96,7 +96,7 @@ def test_other_systems_that_keep_other_states_say_so(capsys):
     assert "fp32 states" not in out
 
 
-def test_plan_as_json_holds_the_ledger(capsys):
+def test_json_plan_contains_a_ledger_that_adds_up(capsys):
     status, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--json", "--ram", "8", "--context", "1024")
     made = json.loads(out)
     assert status == 1
@@ -106,7 +106,7 @@ def test_plan_as_json_holds_the_ledger(capsys):
         assert sum(e["reserved_bytes"] for e in made["ledger"] if e["role"] == role) == made[whole]
 
 
-def test_plan_grows_with_context_and_gpus(capsys):
+def test_plan_grows_with_context_batch_and_gpus(capsys):
     def host(*more):
         return json.loads(run(capsys, "plan", "--model", "llama3.2-1b", "--json", *more)[1])["host_bytes"]
 
@@ -177,7 +177,7 @@ def test_plan_grows_with_context_and_gpus(capsys):
         (["explode"], "explode"),
     ],
 )
-def test_every_error_is_one_line_and_status_2(capsys, arguments, words):
+def test_every_error_is_one_line_with_status_2(capsys, arguments, words):
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert words in err
@@ -185,7 +185,7 @@ def test_every_error_is_one_line_and_status_2(capsys, arguments, words):
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_is_one_line(capsys, monkeypatch):
+def test_ctrl_c_prints_one_line(capsys, monkeypatch):
     def interrupted(options):
         raise KeyboardInterrupt
 
@@ -193,7 +193,7 @@ def test_ctrl_c_is_one_line(capsys, monkeypatch):
     assert run(capsys, "plan", "--model", "llama3.2-1b") == (130, "", "memascend: interrupted\n")
 
 
-def test_an_unreadable_folder_is_one_line(capsys, tmp_path):
+def test_folder_without_a_configuration_is_refused(capsys, tmp_path):
     status, _, err = run(capsys, "plan", "--model", str(tmp_path))
     assert status == 2
     assert "holds no config.json" in err
@@ -206,7 +206,7 @@ def planned(capsys, *arguments: str) -> dict:
     return json.loads(out)
 
 
-def test_without_limits_nothing_is_judged_and_the_plan_says_how_to_ask(capsys):
+def test_plan_without_limits_judges_nothing_and_says_how_to_ask(capsys):
     status, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b")
     assert status == 0
     assert "to check whether it fits, give --gpu-memory" in out
@@ -225,7 +225,7 @@ def test_each_limit_alone_decides_and_sets_the_exit_status(capsys, limit, name):
 
 
 @pytest.mark.parametrize("system", ["memascend", "zero_infinity", "zero_offload", "all_in_gpu"])
-def test_the_largest_context_and_batch_fit_and_the_next_do_not(capsys, system):
+def test_largest_context_and_batch_fit_and_larger_ones_do_not(capsys, system):
     limits = ("--gpu-memory", "141", "--ram", "320", "--system", system)
     found = planned(capsys, *limits)["largest"]
     for option, size, step in (("--context", found["context"], 256), ("--batch", found["batch"], 1)):
@@ -240,12 +240,12 @@ def test_the_largest_model_is_the_largest_that_fits(capsys):
         assert run(capsys, "plan", "--model", model, "--ram", "128", "--gpu-memory", "24")[0] == status
 
 
-def test_a_limit_that_bounds_nothing_is_said_so(capsys):
+def test_limit_that_bounds_nothing_is_reported(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--ssd-space", "500")
     assert "the given limits bound neither context nor batch" in out
 
 
-def test_a_testbed_gives_limits_seconds_and_the_bottleneck(capsys):
+def test_testbed_provides_limits_step_time_and_the_bottleneck(capsys):
     made = planned(capsys, "--gpus", "2", "--batch", "8", "--testbed", "memascend-c1")
     assert made["fits"] is True
     assert [need["limit_bytes"] for need in made["needs"]] == [80 * 2**30, 1024 * 2**30, None]
@@ -261,7 +261,7 @@ def test_more_gpus_than_the_testbed_has_give_no_time(capsys):
     assert made["time"] == {"reason": "memascend-c1 has 2 GPUs, not 4"}
 
 
-def test_activations_on_the_ssd_wear_it_and_ask_for_bandwidth(capsys):
+def test_activations_on_the_ssd_add_wear_and_need_bandwidth(capsys):
     words = ("--testbed", "memascend-c1", "--ssd-endurance", "600", "--loss", "chunked", "--accumulate", "2")
     kept = planned(capsys, "--checkpointing", "none", *words)
     sent = planned(capsys, "--checkpointing", "ssd", *words)
@@ -289,7 +289,7 @@ def test_wear_follows_from_bytes_and_seconds(capsys):
     assert wear["steps_of_life"] == pytest.approx(600e12 / wear["bytes_per_step"])
 
 
-def test_without_an_endurance_the_life_is_not_made_up(capsys):
+def test_drive_lifetime_is_not_invented_without_an_endurance(capsys):
     _, out, _ = run(capsys, "plan", "--model", "qwen2.5-7b", "--testbed", "memascend-c1")
     assert "drive lifetime: needs the rated endurance (--ssd-endurance" in out
     assert planned(capsys)["wear"]["days_of_life"] is None
@@ -303,13 +303,13 @@ def test_a_yaml_file_describes_a_machine(capsys, tmp_path):
     assert "does not say rates.gpu_tflops_16bit" in made["time"]["reason"]
 
 
-def test_bf16_states_halve_what_the_optimizer_moves(capsys):
+def test_bf16_states_halve_what_the_optimizer_reads(capsys):
     fp32, bf16 = (planned(capsys, "--dtype", "bf16", "--states", states) for states in ("fp32", "bf16"))
     assert bf16["io_bytes"]["read"]["optimizer"] * 2 == fp32["io_bytes"]["read"]["optimizer"]
     assert bf16["host_bytes"] < fp32["host_bytes"]
 
 
-def test_other_systems_beside_8_bit_moments_have_states_that_they_can_have(capsys):
+def test_systems_without_8_bit_moments_are_compared_with_fp32_states(capsys):
     status, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--system", "lohan", "--states", "int8")
     assert status == 0
     assert "bf16, int8 optimizer states" in out
@@ -332,7 +332,7 @@ def test_checkpoints_that_stay_on_the_gpu_take_no_host_memory(capsys):
     assert here["device_bytes"] > there["device_bytes"]
 
 
-def test_the_configuration_is_written_once(capsys, tmp_path):
+def test_configuration_is_written_and_only_replaced_with_force(capsys, tmp_path):
     path, nvme = tmp_path / "ds.json", tmp_path / "nvme"
     nvme.mkdir()
     arguments = ("plan", "--model", "qwen2.5-7b", "--gpus", "2", "--batch", "3", "--accumulate", "4")
@@ -352,7 +352,7 @@ def test_the_configuration_is_written_once(capsys, tmp_path):
     assert run(capsys, *arguments, "--force")[0] in (0, 1)
 
 
-def test_the_configuration_of_the_baseline_names_its_buffers(capsys, tmp_path):
+def test_baseline_configuration_names_its_buffers(capsys, tmp_path):
     path = tmp_path / "ds.json"
     run(capsys, "plan", "--model", "qwen2.5-7b", "--system", "zero_infinity", "--nvme", str(tmp_path),
         "--write-config", str(path))  # fmt: skip
@@ -381,14 +381,14 @@ def test_a_picture_is_drawn_and_not_overwritten(capsys, tmp_path, suffix, magic)
     assert "exists: --force replaces it" in err
 
 
-def test_without_matplotlib_the_picture_says_how_to_get_it(capsys, tmp_path, monkeypatch):
+def test_missing_matplotlib_is_reported_with_how_to_install_it(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     status, _, err = run(capsys, "plan", "--model", "qwen2.5-7b", "--picture", str(tmp_path / "plan.svg"))
     assert status == 2
     assert "pip install matplotlib" in err
 
 
-def test_the_line_for_train_is_one_that_train_takes(capsys, tmp_path):
+def test_printed_train_command_is_accepted_by_train(capsys, tmp_path):
     from memascend.training.config import complete, from_text
 
     arguments = ("plan", "--model", "qwen2.5-7b", "--dtype", "bf16", "--states", "bf16", "--gradients", "bf16")
@@ -423,12 +423,12 @@ def test_a_twin_is_printed_in_mib(capsys):
     assert float(rows["gradient flat buffer"]) == pytest.approx(4 * 494_032_768 / 256 / 2**20, rel=0.01)
 
 
-def test_a_measured_limit_is_told_in_two_digits(capsys):
+def test_measured_limit_is_printed_with_two_decimals(capsys):
     _, out, _ = run(capsys, "plan", "--model", "llama3.2-1b", "--ram", "69.86412")
     assert "host memory: fits 69.86 GiB, with" in out
 
 
-def test_a_budget_bounds_what_plan_calls_the_largest(capsys):
+def test_host_memory_budget_bounds_the_largest_context(capsys):
     """--host-memory limits the answer too, and is not only a reason to refuse."""
     words = ["plan", "--model", "qwen2.5-14b", "--batch", "2", "--gradients", "bf16", "--host-memory", "64GiB"]
     assert main(words) == 0
@@ -439,7 +439,7 @@ def test_a_budget_bounds_what_plan_calls_the_largest(capsys):
     assert main([*words, "--context", str(int(context) + 256)]) == 2
 
 
-def test_the_largest_model_has_its_experts_as_transformers_stores_them(capsys):
+def test_largest_model_that_fits_counts_experts_as_stored_by_transformers(capsys):
     words = ["--gpus", "4", "--context", "2", "--batch", "2", "--clip", "0", "--ssd-space", "500"]
     assert main(["plan", "--model", "llama3.2-3b", *words]) == 0
     assert "Qwen3-30B-A3B" not in capsys.readouterr().out

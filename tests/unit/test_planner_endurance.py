@@ -21,19 +21,19 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(("key", "printed"), [((8192, 4), 11.13), ((12288, 3), 12.60), ((16384, 2), 11.50)])
-def test_table_iii_s_estimates(key, printed):
+def test_table_iii_activation_sizes_match_the_paper(key, printed):
     made = table_iii()[key]
     assert made.activation_bytes / GIB == pytest.approx(printed, rel=0.01)
     assert made.activation_bytes == activation_bytes(TABLE_III[key], 16, Parallelism(tensor=2))
 
 
 @pytest.mark.parametrize(("key", "gib_s"), [((8192, 4), 19.04), ((12288, 3), 13.06), ((16384, 2), 10.04)])
-def test_the_bandwidth_of_two_gpus_is_that_of_the_authors_program(key, gib_s):
+def test_bandwidth_of_two_gpus_matches_the_authors_program(key, gib_s):
     """github.com/K-Wu/llm-analysis at 44495f6, run.sh; Table III instead prints what measured step times need."""
     assert table_iii()[key].write_bytes_per_s / GIB == pytest.approx(gib_s, rel=0.01)
 
 
-def test_fig_5_s_claims_hold_in_all_twelve_cases():
+def test_claims_of_fig_5_hold_in_all_twelve_cases():
     made = list(fig_5())
     assert len(made) == len(FIG_5) == 12
     assert max(each.write_bytes_per_s for _, each, _ in made) / GIB == pytest.approx(12.1, rel=0.01)
@@ -45,14 +45,14 @@ def test_fig_5_s_claims_hold_in_all_twelve_cases():
             assert second[2] > first[2]
 
 
-def test_a_gpu_s_activations_in_a_step_of_zero_3_are_what_the_authors_program_prints():
+def test_zero_3_activations_per_step_match_the_authors_program():
     """1.45 to 1.99 TB; the paper's 0.4 to 1.8 TB mixes in another revision (erratum S8)."""
     made = [case.sequences * each.activation_bytes / 1e12 for case, each, _ in fig_5() if case.framework == "ZeRO-3"]
     assert (min(made), max(made)) == (pytest.approx(1.45, rel=0.03), pytest.approx(1.99, rel=0.03))
 
 
 @pytest.mark.parametrize("key", list(TABLE_III))
-def test_fig_8b_scaling_needs_less_than_the_two_gpus(key):
+def test_scaling_of_fig_8b_needs_less_bandwidth_than_two_gpus(key):
     base = scaled(*key).write_bytes_per_s
     cases = [(2, 2), (2, 4), (4, 1), (8, 1), (8, 4), (8, 12)]
     assert all(tensor * pipeline < 100 for tensor, pipeline in cases)
@@ -60,7 +60,7 @@ def test_fig_8b_scaling_needs_less_than_the_two_gpus(key):
     assert {case: ratio for case, ratio in zip(cases, found, strict=True) if ratio >= 1} == {}
 
 
-def test_every_assumption_about_the_drives_changes_their_life_as_stated():
+def test_assumptions_about_the_drives_change_their_lifetime_as_stated():
     model, rates = TABLE_III[8192, 4], Rates(flops_per_s=1e14)
     made = projection(model, 16, rates)
     years = made.years()
@@ -72,14 +72,14 @@ def test_every_assumption_about_the_drives_changes_their_life_as_stated():
     assert Drives().years(0, 1.0) == float("inf")
 
 
-def test_a_gather_that_takes_longer_than_a_block_lowers_the_bandwidth():
+def test_gather_longer_than_a_block_lowers_the_bandwidth():
     model = TABLE_III[8192, 4]
     free, held = (projection(model, 1, Rates(flops_per_s=1e15), Parallelism(gathers=g)) for g in (False, True))
     assert held.write_bytes_per_s < free.write_bytes_per_s
     assert held.activation_bytes == free.activation_bytes
 
 
-def test_the_largest_micro_batch_fits_and_one_more_does_not():
+def test_largest_micro_batch_fits_and_the_next_does_not():
     model = Transformer(layers=96, hidden=12288, heads=96, context=2048, vocab=51200)
     size = largest_micro_batch(model, 80e9, state_bytes=20e9)
     assert 2 * block_bytes(model, size) <= 60e9 < 2 * block_bytes(model, size + 1)
@@ -95,6 +95,6 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not():
         (lambda: Transformer(layers=0, hidden=1, heads=1, context=1, vocab=1), "layers must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_one_line(make, line):
+def test_invalid_values_are_refused(make, line):
     with pytest.raises(ValueError, match=line):
         make()

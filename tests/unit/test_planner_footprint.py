@@ -69,33 +69,33 @@ def reduction(pairs) -> float:
         ("both", "optimizer-state and swap-out buffers"),
     ],
 )
-def test_figure_8_components(series, metric):
+def test_figure_8_components_match_the_paper(series, metric):
     expected = published("memascend-fig08", metric, series, "Qwen2.5-7B")
     for name in SYSTEMS if series == "both" else [series]:
         assert components(SYSTEMS[name])[metric] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("series", SYSTEMS)
-def test_figure_8_prints_rounding_and_process_as_one(series):
+def test_figure_8_combines_rounding_and_process_overhead(series):
     parts = components(SYSTEMS[series])
     expected = published("memascend-fig08", "pinned memory overhead", series, "Qwen2.5-7B")
     assert parts["pinned memory overhead"] + parts["process overhead"] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("series", SYSTEMS)
-def test_figure_8_totals(series):
+def test_figure_8_totals_match_the_paper(series):
     expected = published("memascend-fig08", "peak system memory", series, "Qwen2.5-7B")
     assert gib(SYSTEMS[series], "qwen2.5-7b") == pytest.approx(expected, rel=0.01)
 
 
-def test_figure_8_lower_bound():
+def test_figure_8_margin_over_the_minimum_matches_the_paper():
     parts = components("memascend")
     minimum = parts["parameter buffer pool"] + parts["gradient flat buffer"]
     margin = published("memascend-fig08", "margin over theoretical minimum", "MemAscend", "Qwen2.5-7B")
     assert gib("memascend", "qwen2.5-7b") - minimum == pytest.approx(margin, rel=0.01)
 
 
-def test_figure_11_average():
+def test_figure_11_average_reduction_matches_the_paper():
     pools = [
         [plan(model_spec(name), system).requested_bytes("parameter_pool") for system in SYSTEMS.values()]
         for name in MODELS.values()
@@ -106,25 +106,25 @@ def test_figure_11_average():
     assert pools[2][1] < pools[3][1]
 
 
-def test_section_iii_a_prints_the_pool_of_qwen_32b():
+def test_pools_of_qwen_32b_match_section_iii_a():
     baseline, ours = (plan(model_spec("qwen2.5-32b"), system) for system in SYSTEMS.values())
     assert baseline.requested_bytes("parameter_pool") / GIB == pytest.approx(13.05, rel=0.001)
     assert ours.requested_bytes("parameter_pool") / GIB == pytest.approx(3.81, rel=0.001)
 
 
 @pytest.mark.parametrize(("model", "series"), list(itertools.product(MODELS, SYSTEMS)))
-def test_figure_15_totals(model, series):
+def test_figure_15_totals_match_the_paper(model, series):
     expected = published("memascend-fig15", "peak system memory", series, model)
     assert gib(SYSTEMS[series], MODELS[model]) == pytest.approx(expected, rel=0.01)
 
 
-def test_figure_15_average():
+def test_figure_15_average_reduction_matches_the_paper():
     expected = published("memascend-fig15", "average reduction", "MemAscend", "4 dense models")
     pairs = [[gib(system, name) for system in SYSTEMS.values()] for name in MODELS.values()]
     assert reduction(pairs) == pytest.approx(expected, rel=0.01)
 
 
-def test_figure_21_average_without_the_overflow_check():
+def test_figure_21_bf16_average_reduction_matches_the_paper():
     expected = published("memascend-fig21", "average memory reduction, bf16", "MemAscend")
     pairs = [[gib(system, name, dtype="bf16") for system in SYSTEMS.values()] for name in MODELS.values()]
     assert reduction(pairs) == pytest.approx(expected, rel=0.01)
@@ -134,7 +134,7 @@ def test_figure_21_average_without_the_overflow_check():
     ("model", "context", "series"),
     list(itertools.product(["Llama3.1-8B", "Qwen2.5-32B"], ["4096", "131072"], SYSTEMS)),
 )
-def test_figure_16_endpoints_on_two_gpus(model, context, series):
+def test_figure_16_endpoints_on_two_gpus_match_the_paper(model, context, series):
     with PUBLISHED.open(newline="") as file:
         (expected,) = (
             float(row["value"])
@@ -146,7 +146,7 @@ def test_figure_16_endpoints_on_two_gpus(model, context, series):
     assert ours == pytest.approx(expected, rel=0.01)
 
 
-def test_table_ii_8b_and_the_two_cells_that_the_formulas_miss():
+def test_table_ii_8b_matches_and_two_cells_deviate_as_known():
     def residual(model, series, cell):
         return gib("zero_infinity", model) / published("memascend-tab02", "peak system memory", series, cell, cell) - 1
 
@@ -162,7 +162,7 @@ def test_table_ii_zero_offload_is_predicted_within_seven_percent(model, cell):
     assert gib("zero_offload", model) == pytest.approx(expected, rel=0.07)
 
 
-def test_table_ii_which_models_fit_where():
+def test_models_fit_where_table_ii_says():
     assert gib("zero_offload", "llama3.2-3b") < 128 < gib("zero_offload", "llama3.1-8b")
     device = {name: plan(model_spec(name), "all_in_gpu").device_bytes / GIB for name in ("llama3.2-1b", "llama3.2-3b")}
     assert device["llama3.2-1b"] < 24 < device["llama3.2-3b"]
@@ -184,7 +184,7 @@ def test_components_add_up_to_the_total(system, arm, model, workload):
     # Routers shrink by k, not k^2, which shifts the sub-groups of a mixture slightly.
     [("qwen2.5-7b", 0.002), ("llama3.1-8b", 0.002), ("qwen3-30b-a3b", 0.01)],
 )
-def test_a_twin_wastes_the_same_share(model, tolerance):
+def test_twin_memory_scales_with_one_over_k_squared(model, tolerance):
     spec, k = model_spec(model), 8
     for system in SYSTEMS.values():
         full = plan(spec, system, process_overhead=False)
@@ -192,14 +192,14 @@ def test_a_twin_wastes_the_same_share(model, tolerance):
         assert twin.host_bytes * k * k == pytest.approx(full.host_bytes, rel=tolerance)
 
 
-def test_the_twin_of_the_evidence_by_hand():
+def test_qwen_twin_matches_the_memory_measured_on_deepspeed():
     """MiB measured manually on DeepSpeed 0.19.8 for Qwen2.5-7B at k = 8: locked memory plus peak."""
     twin = model_spec("qwen2.5-7b").twin(8)
     assert plan(twin, "zero_infinity").host_net_bytes / 2**20 == pytest.approx(1720.5, rel=0.002)
     assert plan(twin, "memascend").host_net_bytes / 2**20 == pytest.approx(673.3, rel=0.002)
 
 
-def test_one_pool_tensor_rounds_as_a_whole():
+def test_single_tensor_pool_is_rounded_as_a_whole():
     made = plan(model_spec("llama3.1-8b"), "zero_infinity", "as_published_one_tensor")
     (pool,) = (entry for entry in made.entries if entry.owner == "parameter_pool")
     assert pool.reserved_bytes == 16 * GIB
@@ -207,7 +207,7 @@ def test_one_pool_tensor_rounds_as_a_whole():
     assert sum(entry.owner == "parameter_pool" for entry in separate.entries) == 9
 
 
-def test_rounding_bounded_by_pytorch_leaves_the_pool_and_the_chain():
+def test_bounded_rounding_leaves_only_pool_and_chain_to_save():
     """Qwen2.5-7B, calculated manually. Elements: embedding 152064 x 3584,
     all 7,615,616,512; every buffer is above 1 MiB."""
     spec, embedding, parameters = model_spec("qwen2.5-7b"), 152064 * 3584, 7_615_616_512
@@ -223,14 +223,14 @@ def test_rounding_bounded_by_pytorch_leaves_the_pool_and_the_chain():
     assert made.host_bytes - ours.host_bytes == pytest.approx(pool + 5 * parameters, abs=200 * 4096)
 
 
-def test_a_threshold_rounds_small_pinned_buffers_alone():
+def test_threshold_rounds_only_small_pinned_buffers_to_powers_of_two():
     counted = CountingAllocator("round_threshold")
     mib = 1 << 20
     assert [counted.reserved_bytes(n) for n in (1, 5000, mib - 1, mib)] == [4096, 8192, mib, mib]
     assert [counted.reserved_bytes(n) for n in (mib + 1, 5 * mib, 5 * mib + 1)] == [mib + 4096, 5 * mib, 5 * mib + 4096]
 
 
-def test_one_tensor_variant_holds_a_whole_swap_out_buffer_on_each_rank():
+def test_one_tensor_arm_needs_a_swap_out_buffer_per_rank():
     spec = model_spec("qwen2.5-7b")
     one, two = (
         plan(spec, "zero_infinity", arm, ranks=2).requested_bytes("swap_out_buffer")
@@ -239,7 +239,7 @@ def test_one_tensor_variant_holds_a_whole_swap_out_buffer_on_each_rank():
     assert two == 2 * one
 
 
-def test_activation_checkpoints_follow_equation_1_and_round_once_a_rank():
+def test_activation_checkpoints_follow_equation_1_and_round_per_rank():
     spec = model_spec("qwen3-30b-a3b")
     workload = {"ranks": 2, "batch": 1, "context": 4096}
     requested = 2 * 1 * 4096 * spec.layers * spec.hidden * 2
@@ -263,7 +263,7 @@ def test_aminmax_and_the_fused_check_leave_no_temporaries():
     assert plan(spec, "memascend").requested_bytes("overflow_check") == 0
 
 
-def test_the_overflow_timeline_peaks_as_figure_3_says():
+def test_overflow_timeline_peaks_as_in_figure_3():
     numel = model_spec("llama3.1-8b").parameters
     live = dict(overflow_timeline(numel, chain=True))
     factor = published("memascend-fig03", "peak relative to tensor", "ZeRO-Infinity", x_value="isinf")
@@ -296,7 +296,7 @@ def test_streamed_tensors_are_those_over_the_threshold():
     assert all(not tensor.is_matrix for tensor in parts.resident)
 
 
-def test_nothing_to_stream_is_refused():
+def test_model_without_streamable_tensors_is_refused():
     spec = model_spec("llama3.2-1b")
     with pytest.raises(ValueError, match="no tensor reaches the swap threshold"):
         streamed(spec.tensors(), element_bytes=2, threshold_bytes=1 << 40)
@@ -335,7 +335,7 @@ def test_a_larger_sub_group_needs_larger_optimizer_buffers():
         ({"blocks_in_flight": 0}, "blocks in flight"),
     ],
 )
-def test_impossible_arguments_are_one_clear_line(arguments, words):
+def test_impossible_arguments_are_refused_in_one_line(arguments, words):
     with pytest.raises(ValueError, match=words) as caught:
         plan(model_spec("llama3.2-1b"), **arguments)
     assert "\n" not in str(caught.value)
@@ -357,7 +357,7 @@ def test_every_system_has_a_default_arm():
     }
 
 
-def test_a_plan_of_the_drop_in_holds_what_it_derives():
+def test_drop_in_plan_includes_the_buffers_it_derives():
     """It has four buffers of the largest sub-group for the derived size, and the engine's bounce buffers."""
     spec = model_spec("qwen2.5-7b")
     work = Workload(spec=spec, ranks=2, sizes=SwapSizes(io=IoSettings(block_bytes=1 << 20, queue_depth=32, workers=4)))
@@ -374,7 +374,7 @@ def test_a_plan_of_the_drop_in_holds_what_it_derives():
     }
 
 
-def test_bounce_buffers_are_as_large_as_the_engine_makes_them(tmp_path):
+def test_bounce_buffers_of_the_engine_have_the_configured_size(tmp_path):
     config = replace(swapping_config(4, 1 << 20, 16), control_folder=str(tmp_path / "control"))
     (tmp_path / "control").mkdir()
     engine = DirectEngine.create_file_store(tmp_path, 1 << 20, "test", config)

@@ -35,7 +35,7 @@ def configured(**keys):
     return config
 
 
-def test_the_smallest_section_is_the_drop_in():
+def test_smallest_section_plans_the_drop_in():
     work = workload_of(configured(), SPEC, ranks=2, context=1024)
     partitions = [-(-tensor.numel // 2) for tensor in SPEC.tensors()]
     assert work.sub_group_size == sub_group_size([partitions])
@@ -45,7 +45,7 @@ def test_the_smallest_section_is_the_drop_in():
     assert work.stack == Stack(attention="auto", loss="plain", checkpointing="none")
 
 
-def test_the_command_without_a_configuration_plans_the_same():
+def test_plan_without_a_configuration_has_the_same_components():
     """Except for the stack, and for the gradient buffer, which `train` keeps in fp32."""
     stack = Stack(attention="auto", loss="plain", checkpointing="none")
     config = configured(data_types__grad_accum_dtype="fp32")
@@ -53,7 +53,7 @@ def test_the_command_without_a_configuration_plans_the_same():
     assert plan(workload_of(config, SPEC)).components() == plain.components()
 
 
-def test_what_the_user_set_is_kept():
+def test_values_set_by_the_user_are_kept():
     config = configured(
         zero_optimization__sub_group_size=1e9,
         zero_optimization__offload_optimizer__buffer_count=7,
@@ -73,7 +73,7 @@ def test_what_the_user_set_is_kept():
     assert plan(work).requested_bytes("nvme_engine_buffers") == 0
 
 
-def test_auto_is_left_out():
+def test_auto_values_are_derived_or_taken_from_options():
     config = configured(
         zero_optimization__sub_group_size="auto", train_micro_batch_size_per_gpu="auto", bf16={"enabled": "auto"}
     )
@@ -89,7 +89,7 @@ def test_the_third_batch_size_follows_from_the_other_two():
     assert workload_of(configured(train_batch_size=48, gradient_accumulation_steps=3), SPEC, ranks=2).batch == 8
 
 
-def test_without_the_section_it_is_todays_deepspeed():
+def test_configuration_without_the_section_plans_stock_deepspeed():
     config = configured(memascend={"enabled": False})
     work = workload_of(config, SPEC)
     assert (work.system, work.arm, work.sub_group_size, work.optimizer_buffers) == ("zero_infinity", "today", 10**9, 4)
@@ -100,7 +100,7 @@ def test_without_the_section_it_is_todays_deepspeed():
     assert workload_of(config, SPEC).system == "zero_offload"
 
 
-def test_pipelined_buffers_and_two_drives():
+def test_pipelined_buffers_and_two_drives_are_counted():
     config = configured(zero_optimization__offload_optimizer__pipeline_read=True)
     config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/other"
     work = workload_of(config, SPEC)
@@ -138,13 +138,13 @@ def test_pipelined_buffers_and_two_drives():
         ),
     ],
 )
-def test_what_a_plan_cannot_tell_is_one_line(keys, words):
+def test_unplannable_configurations_are_refused_in_one_line(keys, words):
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         workload_of(configured(**keys), SPEC)
     assert "\n" not in str(caught.value)
 
 
-def test_the_keys_of_the_section_are_those_of_enable():
+def test_section_keys_are_those_of_enable():
     from memascend.integrations.deepspeed import config
 
     assert set(SECTION_KEYS) == set(config._KEYS)

@@ -78,7 +78,7 @@ def small(tmp_path):
     ids=lambda keys: "-".join(map(str, keys.values())),
 )
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_activation_formula_is_what_autograd_saves(keys, attention, small):
+def test_activation_formula_matches_what_autograd_saves(keys, attention, small):
     spec = small(**keys)
     measured, _ = saved_bytes({**SMALL, **keys}, attention)
     assert block_bytes_per_token(spec, CONTEXT, flash=attention == "sdpa", fused=False) == pytest.approx(
@@ -86,7 +86,7 @@ def test_the_activation_formula_is_what_autograd_saves(keys, attention, small):
     )
 
 
-def test_the_loss_keeps_six_of_its_ten_bytes_a_logit(small):
+def test_loss_saves_between_four_and_ten_bytes_per_logit(small):
     """log-probabilities in fp32 are saved; the 16-bit logits live until
     the loss is computed, and gradients come later."""
     spec = small(model_type="llama")
@@ -105,13 +105,13 @@ def test_each_technique_of_figure_2_lowers_the_peak():
     assert gpu_memory(spec, STACKS["+Offloaded-GC"], batch=4, context=32768).device_bytes < 80 * GIB
 
 
-def test_components_add_up_and_all_are_device_role():
+def test_components_add_up_and_are_all_on_the_device():
     made = gpu_memory(model_spec("qwen2.5-7b"), batch=2, context=4096)
     assert sum(made.components().values()) == made.device_bytes
     assert {entry.role for entry in made.entries} == {"device"}
 
 
-def test_all_in_gpu_holds_sixteen_bytes_a_parameter():
+def test_all_in_gpu_holds_sixteen_bytes_per_parameter():
     spec = model_spec("llama3.2-1b")
     states = gpu_memory(spec, system="all_in_gpu").components()["model states"]
     assert states == 16 * spec.parameters
@@ -126,7 +126,7 @@ def test_partitioned_weights_that_stay_on_the_gpu_are_counted():
     assert weights == {"mlp_offload": spec.parameters, "zero3": spec.parameters, "weights_on_paths": None}
 
 
-def test_without_offloading_to_the_host_all_checkpoints_are_on_the_gpu():
+def test_all_checkpoints_stay_on_the_gpu_unless_offloaded():
     spec = model_spec("llama3.2-1b")
     for stack, system in ((Stack(checkpointing="plain"), "memascend"), (Stack(), "all_in_gpu")):
         made = gpu_memory(spec, stack, system=system, batch=2, context=4096).components()
@@ -136,6 +136,6 @@ def test_without_offloading_to_the_host_all_checkpoints_are_on_the_gpu():
     )
 
 
-def test_an_unknown_word_is_one_clear_line():
+def test_unknown_checkpointing_is_refused():
     with pytest.raises(ValueError, match="unknown checkpointing 'magic': use one of none, plain, offloaded"):
         Stack(checkpointing="magic")

@@ -17,13 +17,13 @@ def needed(work):
     return plan(work).host_bytes
 
 
-def test_a_plan_within_the_budget_comes_back():
+def test_plan_within_the_budget_is_returned():
     assert require_host_memory(WORK, needed(WORK)).host_bytes == needed(WORK)
     assert require_host_memory(WORK).host_bytes == needed(WORK)  # no budget
     assert require_host_memory(replace(WORK, host_memory=64 * GIB)).work.host_memory == 64 * GIB
 
 
-def test_a_byte_too_much_is_refused_in_one_line_that_says_what_is_missing_and_what_fits():
+def test_exceeded_budget_is_refused_with_the_shortfall_and_what_fits():
     with pytest.raises(HostMemoryTooSmall) as caught:
         require_host_memory(WORK, needed(WORK) - GIB // 2)
     line = str(caught.value)
@@ -45,7 +45,7 @@ def applied(work, settings):
 
 @pytest.mark.parametrize("budget_gib", [44, 38, 30, 24])
 @pytest.mark.parametrize("work", [WORK, replace(WORK, system="zero_infinity"), replace(WORK, ranks=2)], ids=str)
-def test_whatever_is_said_to_fit_does_and_takes_what_is_said(work, budget_gib):
+def test_suggested_changes_fit_and_need_the_stated_memory(work, budget_gib):
     changes = what_fits(work, budget_gib * GIB)
     for change in changes:
         assert needed(applied(work, change.settings)) == change.host_bytes <= budget_gib * GIB
@@ -54,18 +54,18 @@ def test_whatever_is_said_to_fit_does_and_takes_what_is_said(work, budget_gib):
         assert needed(applied(work, least)) > budget_gib * GIB
 
 
-def test_the_largest_batch_is_the_largest():
+def test_suggested_batch_is_the_largest_that_fits():
     (change,) = (c for c in what_fits(WORK, 44 * GIB) if "batch" in c.settings)
     assert needed(replace(WORK, batch=change.settings["batch"] + 1)) > 44 * GIB
 
 
-def test_where_one_change_is_not_enough_several_are_named_together():
+def test_several_changes_are_suggested_together_when_one_is_not_enough():
     change, leanest = what_fits(WORK, 24 * GIB)
     assert leanest.settings == {"system": "lohan"}
     assert change.settings == {"checkpointing": "plain", "states": "bf16", "gradients": "bf16"}
 
 
-def test_what_nothing_brings_under_the_budget_names_a_model_that_fits():
+def test_refusal_suggests_a_smaller_model_when_no_setting_fits():
     with pytest.raises(HostMemoryTooSmall) as caught:
         require_host_memory(WORK, 20 * GIB, words=KEYS)  # a DeepSpeed configuration has no other system
     assert 'no setting brings it under that: raise "host_memory", or take a smaller model (Llama' in str(caught.value)
@@ -75,14 +75,14 @@ def test_what_nothing_brings_under_the_budget_names_a_model_that_fits():
     assert caught.value.fits == []
 
 
-def test_the_words_of_a_configuration_are_its_keys():
+def test_refusal_for_a_configuration_uses_its_keys():
     with pytest.raises(HostMemoryTooSmall) as caught:
         require_host_memory(WORK, 44 * GIB, words=KEYS)
     assert '"memascend": {"checkpointing": "plain"}' in str(caught.value)
     assert '"data_types": {"grad_accum_dtype": "bf16"}' in str(caught.value)
 
 
-def test_the_command_refuses_with_status_2(capsys):
+def test_command_over_budget_exits_with_status_2(capsys):
     arguments = ("plan", "--model", "qwen2.5-7b", "--batch", "8", "--host-memory")
     assert main([*arguments, "44GiB"]) == 2
     error = capsys.readouterr().err

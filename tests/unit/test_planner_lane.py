@@ -38,7 +38,7 @@ def test_every_built_exhibit_with_a_modelled_lane_has_rows(paper):
 
 
 @pytest.mark.parametrize("paper", COMPUTED)
-def test_rows_keep_their_lane_their_origin_and_a_real_testbed(paper):
+def test_rows_name_their_lane_source_and_a_known_testbed(paper):
     for row in rows(paper):
         assert set(row) <= set(tidy.COLUMNS)
         if row["lane"] == "author":  # values from a tool's own pages, not a model's numbers
@@ -50,14 +50,14 @@ def test_rows_keep_their_lane_their_origin_and_a_real_testbed(paper):
 
 
 @pytest.mark.parametrize("paper", COMPUTED)
-def test_no_two_rows_say_the_same_thing(paper):
+def test_rows_have_unique_keys(paper):
     columns = ("exhibit_id", "subfigure", "series", "model", "x_name", "x_value", "metric")
     keys = Counter(tuple(row.get(c, "") for c in columns) for row in rows(paper))
     assert max(keys.values()) == 1
 
 
 @pytest.mark.parametrize("paper", COMPUTED)
-def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper):
+def test_each_selector_of_a_decidable_claim_finds_one_row(paper):
     modelled_exhibits = {row["exhibit_id"] for row in rows(paper)}
     for claim in claims_of(paper):
         if "not_checkable" in claim["lanes"]["modelled"] or claim["exhibit_id"] not in modelled_exhibits:
@@ -75,7 +75,7 @@ def test_every_selector_of_a_claim_that_the_lane_can_decide_finds_one_row(paper)
 
 
 @pytest.mark.parametrize("paper", [paper for paper in COMPUTED if claims_of(paper)])
-def test_the_committed_verdicts_are_those_of_the_lane(paper):
+def test_committed_verdicts_match_the_modelled_lane(paper):
     """results/reference/modelled is the record against which the README's score is tested."""
     made_rows = pd.DataFrame(rows(paper)).reindex(columns=tidy.COLUMNS).fillna("").astype(str)
     record = claims.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
@@ -94,7 +94,7 @@ def test_components_of_figure_8_add_up_to_the_peak():
         assert sum(parts.values()) == pytest.approx(peak, rel=1e-6)
 
 
-def test_table_ii_names_what_does_not_fit():
+def test_table_ii_shows_which_models_run_out_of_memory():
     outcome = {
         (row["series"], row["model"]): row["value"]
         for row in rows()
@@ -114,7 +114,7 @@ def number(**where: str) -> float:
 
 @pytest.mark.parametrize("system", ["zero_infinity", "memascend"])
 @pytest.mark.parametrize(("batch", "context"), [(1, 4096), (1, 40_960), (3, 4096)])
-def test_a_point_of_a_sweep_is_the_plan_of_that_batch_and_context(system, batch, context):
+def test_sweep_point_equals_the_plan_of_its_batch_and_context(system, batch, context):
     x_name = "batch" if context == 4096 else "context (tokens)"
     points = sweeps.curves("llama3.1-8b", x_name, [batch if context == 4096 else context])
     point = next(p for p in points if p.case.made.work.system == system)
@@ -122,7 +122,7 @@ def test_a_point_of_a_sweep_is_the_plan_of_that_batch_and_context(system, batch,
     assert point.peak_bytes == whole.host_bytes
 
 
-def test_the_batch_axis_and_the_context_axis_agree_where_they_meet():
+def test_batch_and_context_axes_agree_where_they_meet():
     for series in (tidy.AS_PUBLISHED, tidy.MEMASCEND):
         where = {"model": "Llama3.1-8B", "series": series, "metric": "peak system memory"}
         by_batch = number(exhibit_id="memascend-fig17", x_value="32", **where)

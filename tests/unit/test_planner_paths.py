@@ -29,7 +29,7 @@ def planned(*, endurance=None, **section):
     return full_plan(work, Limits(), MACHINE, endurance)
 
 
-def test_the_key_tiers_plans_several_paths():
+def test_tiers_key_plans_several_paths():
     made = planned()
     assert made.host.label == "MemAscend over 2 paths"
     assert [path.name for path in made.paths] == TIERS
@@ -41,7 +41,7 @@ def test_the_key_tiers_plans_several_paths():
     assert full_plan(Workload(spec=SPEC), Limits(), MACHINE).paths == ()
 
 
-def test_each_path_holds_and_is_written_its_share_and_the_sums_are_the_plan_s():
+def test_paths_hold_their_share_and_sums_match_the_plan():
     made = planned()
     whole = sum(RATES.values())
     for path in made.paths:
@@ -50,7 +50,7 @@ def test_each_path_holds_and_is_written_its_share_and_the_sums_are_the_plan_s():
     assert sum(path.write_bytes_per_step for path in made.paths) == pytest.approx(made.wear.bytes_per_step, rel=1e-6)
 
 
-def test_a_step_without_a_path_is_the_step_over_the_others():
+def test_step_without_a_path_takes_the_time_of_the_others():
     made = planned()
     fast, slow = made.paths
     assert made.time.seconds < slow.seconds_without < fast.seconds_without
@@ -60,7 +60,7 @@ def test_a_step_without_a_path_is_the_step_over_the_others():
     assert full_plan(alone, Limits(), one).paths[0].seconds_without is None
 
 
-def test_a_drive_lives_until_its_rating_is_written():
+def test_drive_lifetime_ends_when_its_rated_bytes_are_written():
     made = planned(endurance=600)
     for path in made.paths:
         steps = 600e12 / path.write_bytes_per_step
@@ -68,7 +68,7 @@ def test_a_drive_lives_until_its_rating_is_written():
     assert planned().paths[0].days_of_life is None
 
 
-def test_a_ratio_by_hand_is_followed_and_loses_its_part_with_the_path():
+def test_manual_ratio_is_followed_until_one_path_is_lost():
     fast, slow = planned(tier_placement=[3, 1]).paths
     assert (fast.share, slow.share) == (pytest.approx(0.75, abs=0.02), pytest.approx(0.25, abs=0.02))
     assert slow.seconds_without == pytest.approx(planned().paths[1].seconds_without)
@@ -86,13 +86,13 @@ def test_a_ratio_by_hand_is_followed_and_loses_its_part_with_the_path():
         ({"param": "cpu"}, "offload_param on 'nvme' or 'none', got 'nvme' and 'cpu'"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(section, words):
+def test_unplannable_paths_are_refused_in_one_line(section, words):
     with pytest.raises(ValueError, match=words) as caught:
         planned(**section)
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_says_it_and_writes_it_as_json(capsys, tmp_path):
+def test_command_prints_paths_and_writes_them_as_json(capsys, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config()))
     words = ["plan", "--model", "qwen2.5-7b", "--gpus", "4", "--context", "2048", "--ds-config", str(file)]

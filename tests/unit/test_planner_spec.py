@@ -102,37 +102,37 @@ def config_file(tmp_path):
     return write
 
 
-def test_every_committed_model_has_its_known_count():
+def test_every_committed_model_has_its_known_parameter_count():
     assert {name: model_spec(name).parameters for name in known_models()} == COUNTS
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_tensors_are_those_of_the_hugging_face_class(name):
+def test_tensors_match_the_hugging_face_class(name):
     spec = model_spec(name)
     assert named(spec) == hf_parameters(spec.hf_config_dict())
 
 
 @pytest.mark.parametrize("k", [2, 8, 16])
 @pytest.mark.parametrize("name", DENSE)
-def test_tensors_of_a_twin_are_those_of_the_hugging_face_class(name, k):
+def test_twin_tensors_match_the_hugging_face_class(name, k):
     twin = model_spec(name).twin(k)
     assert named(twin) == hf_parameters(twin.hf_config_dict())
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_tensors_of_a_model_with_fewer_layers_are_those_of_the_hugging_face_class(name):
+def test_tensors_with_fewer_layers_match_the_hugging_face_class(name):
     fewer = dataclasses.replace(model_spec(name).twin(16), layers=3)
     assert named(fewer) == hf_parameters(fewer.hf_config_dict())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_of_other_dense_families(family, config_file):
+def test_tensors_of_other_dense_families_match_hugging_face(family, config_file):
     spec = model_spec(config_file(**FAMILIES[family]))
     assert named(spec) == hf_parameters(spec.hf_config_dict())
 
 
 @pytest.mark.parametrize("more", [{}, {"n_inner": 96}, {"tie_word_embeddings": False}], ids=str)
-def test_tensors_of_gpt2_under_its_own_names(more, tmp_path):
+def test_gpt2_tensors_match_hugging_face_under_their_own_names(more, tmp_path):
     path = tmp_path / "gpt2.json"
     path.write_text(json.dumps(GPT2 | more))
     spec = model_spec(path)
@@ -142,7 +142,7 @@ def test_tensors_of_gpt2_under_its_own_names(more, tmp_path):
 
 @pytest.mark.parametrize("more", [{}, {"q_lora_rank": 24}], ids=str)
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
-def test_deepseek_with_latent_attention_and_shared_experts(model_type, more, config_file):
+def test_deepseek_tensors_match_hugging_face_and_have_no_twin(model_type, more, config_file):
     keys = {"model_type": model_type, "q_lora_rank": None} | LATENT | more
     spec = model_spec(config_file(**keys))
     theirs = hf_parameters(spec.hf_config_dict())
@@ -166,7 +166,7 @@ def test_an_architecture_without_a_rule_is_read_from_its_class(model_type, confi
     assert {tensor.block for tensor in spec.tensors() if tensor.block is not None} == {0, 1}
 
 
-def test_without_transformers_such_an_architecture_says_what_to_install(config_file, monkeypatch):
+def test_missing_transformers_is_reported_with_how_to_install_it(config_file, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "memascend.integrations.meta_shapes", None)
     with pytest.raises(ValueError, match="pip install transformers"):
         model_spec(config_file(model_type="gpt_neox"))
@@ -207,13 +207,13 @@ def test_mixtures_hold_as_many_parameters_as_the_hugging_face_class(keys, config
     assert [pair for pair in in_order if ".mlp." in pair[0]] == inside
 
 
-def test_experts_are_listed_one_matrix_each():
+def test_experts_are_listed_as_separate_matrices():
     spec = model_spec("qwen3-30b-a3b")
     assert sum(tensor.shape == (768, 2048) for tensor in spec.tensors()) == 2 * 128 * 48
     assert sum(tensor.shape == (2048, 768) for tensor in spec.tensors()) == 128 * 48
 
 
-def test_fusing_changes_mixtures_alone():
+def test_fusing_changes_only_mixtures():
     dense, mixture = model_spec("qwen2.5-7b"), model_spec("qwen3-30b-a3b")
     assert dense.fused() == dense
     assert mixture.fused().parameters == mixture.parameters
@@ -223,7 +223,7 @@ def test_fusing_changes_mixtures_alone():
 
 @pytest.mark.parametrize("k", [2, 4, 8, 16])
 @pytest.mark.parametrize("name", sorted(COUNTS))
-def test_a_twin_has_exactly_one_k_squared_of_every_matrix(name, k):
+def test_twin_matrices_have_one_k_squared_of_the_elements(name, k):
     spec = model_spec(name)
     twin = spec.twin(k)
     for ours, original in zip(twin.tensors(), spec.tensors(), strict=True):
@@ -235,7 +235,7 @@ def test_a_twin_has_exactly_one_k_squared_of_every_matrix(name, k):
         spec.layers, spec.heads, spec.kv_heads, spec.experts)  # fmt: skip
 
 
-def test_a_twin_of_a_twin_is_the_twin_of_the_product():
+def test_twin_of_a_twin_equals_twin_of_the_product():
     spec = model_spec("qwen2.5-7b")
     assert spec.twin(2).twin(4) == spec.twin(8)
     assert spec.twin(8).label == "qwen2.5-7b-k8"
@@ -252,7 +252,7 @@ def test_a_twin_of_a_twin_is_the_twin_of_the_product():
         ("qwen2.5-7b", 1024, "hidden_size 3584 is not divisible"),
     ],
 )
-def test_an_impossible_twin_says_which_size_forbids_it(name, k, words):
+def test_impossible_twin_is_refused_in_one_line(name, k, words):
     with pytest.raises(ValueError, match=words) as caught:
         model_spec(name).twin(k)
     assert "\n" not in str(caught.value)
@@ -282,7 +282,7 @@ def test_a_folder_with_a_configuration_is_a_model(config_file):
         ("no/such/config.json", "cannot read"),
     ],
 )
-def test_an_unknown_model_is_one_clear_line(name, words):
+def test_unknown_model_is_refused_in_one_line(name, words):
     with pytest.raises(ValueError, match=words) as caught:
         model_spec(name)
     assert "\n" not in str(caught.value)
@@ -303,25 +303,25 @@ def test_an_unknown_model_is_one_clear_line(name, words):
         ({"model_type": "qwen2", "vocab_size": "many"}, "vocab_size"),
     ],
 )
-def test_a_configuration_that_cannot_be_classed_is_refused_by_name(keys, words, config_file):
+def test_unclassifiable_configuration_is_refused_by_name(keys, words, config_file):
     with pytest.raises(ValueError, match=words) as caught:
         model_spec(config_file(**keys))
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_configuration_file_is_one_clear_line(tmp_path):
+def test_broken_configuration_file_is_refused(tmp_path):
     path = tmp_path / "broken.json"
     path.write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         model_spec(path)
 
 
-def test_the_parameters_of_a_built_model_can_be_classed():
+def test_parameters_of_a_built_model_are_assigned_to_blocks():
     shapes = [("model.embed_tokens.weight", (8, 4)), ("transformer.h.3.attn.c_attn.weight", (4, 12))]
     assert [tensor.block for tensor in named_tensors(shapes)] == [None, 3]
 
 
-def test_a_parameter_in_no_known_place_is_named():
+def test_unknown_parameter_is_named_in_the_error():
     with pytest.raises(ValueError, match=r"cannot class the tensor router_bank\.weight"):
         list(named_tensors([("router_bank.weight", (4, 4))]))
 

@@ -43,24 +43,24 @@ def byte_range(tensor) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------ sizing
 
 
-def test_classes_take_the_most_that_one_block_has_of_each_size():
+def test_classes_hold_the_most_of_each_size_in_any_block():
     classes = adaptive_pool_classes([[10, 20, 20], [10, 10, 20]], [], blocks_in_flight=1)
     assert {c.numel: c.count for c in classes} == {10: 2, 20: 2}
 
 
-def test_classes_multiply_by_blocks_in_flight_but_not_the_outside():
+def test_blocks_in_flight_multiply_classes_but_not_outside_tensors():
     classes = adaptive_pool_classes([[10, 20]], [100, 100, 50], blocks_in_flight=3)
     assert [(c.numel, c.count) for c in classes] == [(100, 2), (50, 1), (20, 3), (10, 3)]
 
 
-def test_a_size_inside_and_outside_adds_up():
+def test_counts_of_a_size_inside_and_outside_add_up():
     classes = adaptive_pool_classes([[10]], [10], blocks_in_flight=2)
     assert [(c.numel, c.count) for c in classes] == [(10, 3)]
     assert len({c.name for c in classes}) == len(classes)
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=8), max_size=5), st.lists(st.integers(1, 9)), st.integers(1, 4))
-def test_classes_hold_any_run_of_blocks_in_flight(blocks, outside, in_flight):
+def test_classes_suffice_for_any_run_of_blocks_in_flight(blocks, outside, in_flight):
     counts = Counter({c.numel: c.count for c in adaptive_pool_classes(blocks, outside, in_flight)})
     for start in range(len(blocks)):
         needed = Counter(outside)
@@ -88,7 +88,7 @@ def test_pools_of_real_models_equal_the_closed_form(hidden, intermediate, kv, vo
     assert round(large.total_bytes / 2**30, 2) == pytest.approx(monolithic_gib, abs=0.005)
 
 
-def test_separate_buffers_round_up_one_by_one():
+def test_separate_buffers_are_rounded_up_individually():
     totals = {}
     for separate in (True, False):
         ledger = Ledger()
@@ -115,7 +115,7 @@ def test_adaptive_pool_is_one_allocation_freed_after_the_last_lease():
 # ------------------------------------------------------------------------------------------------ leases
 
 
-def test_lease_has_the_exact_tensor_and_the_aligned_slot():
+def test_lease_provides_the_exact_tensor_and_its_aligned_slot():
     pool = adaptive((1000, 1), alignment_bytes=1024)
     lease = pool.lease("k", 1000, slot_numel=1024)
     assert (lease.tensor.shape, lease.slot_tensor.shape, lease.class_name) == ((1000,), (1024,), "c1000")
@@ -135,7 +135,7 @@ def test_slots_are_aligned_and_do_not_overlap(alignment):
     assert pool.free_count() == 0
 
 
-def test_used_up_class_denies_and_counts_it():
+def test_exhausted_class_denies_leases_and_counts_denials():
     pool = adaptive((100, 1), (1000, 1))
     assert pool.lease("a", 100) is not None
     assert pool.lease("b", 100) is None
@@ -144,7 +144,7 @@ def test_used_up_class_denies_and_counts_it():
     assert pool.free_count(1000) == pool.free_count() == 1
 
 
-def test_sizes_that_share_a_class():
+def test_pool_knows_which_sizes_share_a_class():
     pool = adaptive((100, 1), (1000, 1))
     assert pool.share_a_class(100, 100)
     assert pool.share_a_class(500, 1000)  # 500 has no class of its own
@@ -154,7 +154,7 @@ def test_sizes_that_share_a_class():
         pool.share_a_class(100, 2000)
 
 
-def test_borrow_takes_a_larger_slot_and_says_so():
+def test_borrow_takes_a_larger_slot_and_counts_a_fallback():
     pool = adaptive((100, 1), (1000, 1), (500, 1))
     pool.lease("a", 100)
     lease = pool.lease("b", 100, borrow=True)
@@ -164,7 +164,7 @@ def test_borrow_takes_a_larger_slot_and_says_so():
     assert pool.free_count(500) == 1
 
 
-def test_size_without_a_class_falls_to_the_nearest_larger():
+def test_size_without_a_class_uses_the_nearest_larger_one():
     pool = adaptive((100, 1), (1000, 1), (500, 1))
     assert pool.lease("a", 101 * 3).class_name == "c500"
     assert pool.fallbacks == 1
@@ -172,7 +172,7 @@ def test_size_without_a_class_falls_to_the_nearest_larger():
     assert pool.fallbacks == 1
 
 
-def test_aligned_length_beyond_the_class_falls_to_a_larger_one():
+def test_aligned_length_beyond_the_class_uses_a_larger_one():
     pool = adaptive((256, 1), (1000, 1))
     assert pool.lease("a", 256, slot_numel=512).class_name == "c1000"
     assert pool.fallbacks == 1
@@ -187,13 +187,13 @@ def test_monolithic_pool_serves_all_sizes_without_fallbacks():
         assert (pool.fallbacks, pool.denials, pool.free_count(7)) == (0, 1, 0)
 
 
-def test_too_large_tensor_says_what_to_do():
+def test_too_large_tensor_is_refused_with_advice():
     pool = adaptive((100, 1))
     with pytest.raises(ValueError, match="5000 elements fits no class, the largest holds 256: size the pool"):
         pool.lease("a", 5000)
 
 
-def test_wrong_returns_and_leases_are_refused():
+def test_invalid_releases_and_leases_are_refused():
     pool, other = adaptive((100, 2)), adaptive((100, 2))
     lease = pool.lease("a", 100)
     with pytest.raises(ValueError, match="'a' holds a buffer already"):
@@ -218,7 +218,7 @@ def test_wrong_returns_and_leases_are_refused():
         pool.lease("z", 100, slot_numel=99)
 
 
-def test_wrong_pools_are_refused():
+def test_invalid_pools_are_refused():
     with pytest.raises(ValueError, match="without classes"):
         AdaptiveBufferPool([], HALF, real())
     with pytest.raises(ValueError, match="several classes of 10 elements"):
@@ -316,14 +316,14 @@ class Waiters:
         return future
 
 
-def test_acquire_takes_what_is_free_at_once():
+def test_acquire_takes_a_free_slot_at_once():
     pool = adaptive((100, 1))
     lease = pool.acquire("a", 100, timeout_s=0)
     assert pool.holders() == {"a": lease}
     assert pool.denials == 0
 
 
-def test_acquire_gets_the_slot_that_comes_back():
+def test_acquire_gets_the_slot_that_is_released():
     pool = adaptive((100, 1))
     first = pool.lease("a", 100)
     future = Waiters(pool).start("b", 100)
@@ -335,7 +335,7 @@ def test_acquire_gets_the_slot_that_comes_back():
     assert (pool.waiting(), pool.denials, pool.free_count()) == ([], 0, 0)
 
 
-def test_waiters_are_served_in_turn_and_nobody_overtakes():
+def test_waiters_are_served_in_order_without_overtaking():
     pool = adaptive((100, 1))
     pool.lease("a", 100)
     waiters = Waiters(pool)
@@ -348,7 +348,7 @@ def test_waiters_are_served_in_turn_and_nobody_overtakes():
     assert pool.waiting() == []
 
 
-def test_time_out_names_who_holds_what_and_since_when():
+def test_timeout_names_all_holders_and_how_long_they_held():
     pool = adaptive((100, 2), (1000, 1))
     pool.lease("first", 100)
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
@@ -369,7 +369,7 @@ def test_time_out_names_who_holds_what_and_since_when():
     assert pool.lease("starved", 100) is not None  # its place in the queue is gone
 
 
-def test_time_out_of_a_large_pool_names_the_oldest_and_counts_the_rest():
+def test_timeout_of_a_large_pool_counts_the_remaining_holders():
     pool = MonolithicBufferPool(10, 20, HALF, real(), separate=False)
     for key in range(20):
         pool.lease(key, 10)
@@ -378,7 +378,7 @@ def test_time_out_of_a_large_pool_names_the_oldest_and_counts_the_rest():
     assert len(caught.value.holders) == 20
 
 
-def test_borrowing_waiter_takes_a_larger_slot_when_that_comes_back_first():
+def test_borrowing_waiter_takes_a_larger_slot_that_returns_first():
     pool = adaptive((100, 1), (1000, 1))
     pool.lease("small", 100)
     pool.lease("large", 1000)
@@ -392,7 +392,7 @@ def test_borrowing_waiter_takes_a_larger_slot_when_that_comes_back_first():
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_interrupted_waiter_leaves_the_queue_and_returns_what_it_was_given(monkeypatch, handed_over):
+def test_interrupted_waiter_leaves_the_queue_and_returns_its_slot(monkeypatch, handed_over):
     pool = adaptive((100, 1))
     pool.lease("a", 100)
 
@@ -409,7 +409,7 @@ def test_interrupted_waiter_leaves_the_queue_and_returns_what_it_was_given(monke
     assert pool.free_count() == handed_over
 
 
-def test_wrong_requests_to_wait_are_refused():
+def test_invalid_waiting_requests_are_refused():
     pool = adaptive((100, 1))
     pool.lease("a", 100)
     future = Waiters(pool).start("b", 100)
@@ -502,7 +502,7 @@ TestWaitingPoolAgainstModel = QueueMachine.TestCase
 TestWaitingPoolAgainstModel.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
-def test_threads_that_wait_all_get_their_turn():
+def test_waiting_threads_all_get_their_turn():
     pool = adaptive((64, 2), (640, 1), dtype=torch.int32)
     torn = []
 
@@ -546,14 +546,14 @@ def test_threads_never_share_a_slot():
     assert pool.holders() == {}
 
 
-def test_pool_on_a_counting_allocator_takes_no_memory_and_leases_too():
+def test_pool_on_a_counting_allocator_leases_without_using_memory():
     ledger = Ledger()
     pool = adaptive((1 << 40, 2), allocator=CountingAllocator("page_aligned", ledger))
     assert pool.lease("a", 1 << 40).tensor.device.type == "meta"
     assert ledger.peak_bytes() == pool.total_bytes == 2 << 41
 
 
-def test_power_of_two_policy_is_the_allocators_not_the_pools():
+def test_power_of_two_rounding_comes_from_the_allocator():
     ledger = Ledger()
     pool = adaptive((3000, 1), allocator=PowerOfTwoPinnedAllocator(ledger, lock=False))
     (entry,) = ledger.live()
@@ -563,7 +563,7 @@ def test_power_of_two_policy_is_the_allocators_not_the_pools():
 # ------------------------------------------------------------------------------------------------ fallbacks, on demand
 
 
-def test_fallbacks_are_reported_by_size_class_and_waste():
+def test_fallbacks_are_reported_with_size_class_and_waste():
     pool = adaptive((256, 2), (1024, 1))
     assert pool.lease("own", 256).wasted_bytes == 0
     assert pool.lease("small", 100).wasted_bytes == 156 * 2
@@ -576,7 +576,7 @@ def test_fallbacks_are_reported_by_size_class_and_waste():
     assert pool.largest_numel == 1024
 
 
-def test_a_pool_for_tensors_of_every_size_has_no_fallbacks():
+def test_monolithic_pool_reports_no_fallbacks():
     pool = MonolithicBufferPool(1024, 2, HALF, real(), separate=True)
     assert pool.lease("small", 10).wasted_bytes == 0
     assert (pool.fallbacks, pool.fallback_report()) == (0, [])
@@ -586,7 +586,7 @@ def live(ledger):
     return [entry.requested_bytes for entry in ledger.entries() if entry.died_s is None]
 
 
-def test_buffers_on_demand_are_made_as_asked_for_and_one_is_kept():
+def test_on_demand_buffers_are_made_when_needed_and_one_kept():
     ledger = Ledger()
     buffers = OnDemandBuffers(HALF, PageAlignedPinnedAllocator(ledger, lock=False), name="staging", keep=True)
     for numel in (100, 1000, 100):  # one after the other, so they need the memory of the largest
@@ -610,7 +610,7 @@ def test_buffers_on_demand_are_made_as_asked_for_and_one_is_kept():
     assert live(ledger) == []
 
 
-def test_buffers_on_demand_refuse_what_a_pool_refuses():
+def test_on_demand_buffers_refuse_the_same_requests_as_pools():
     buffers = OnDemandBuffers(HALF, real(), name="staging")
     buffers.lease("w", 10)
     for ask, message in (

@@ -27,7 +27,7 @@ def outcome(dtype, *, bias=True, frozen=(), out=600):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("out", [1, 256, 600])
-def test_values_and_gradients_are_those_of_fp32_rounded_once(dtype, out):
+def test_values_and_gradients_match_exact_products_rounded_once(dtype, out):
     torch.manual_seed(0)
     exact = {"x": torch.randn(2, 5, 48), "weight": torch.randn(out, 48), "bias": torch.randn(out)}
     exact = {name: tensor.to(dtype).double().requires_grad_() for name, tensor in exact.items()}
@@ -46,7 +46,7 @@ def test_values_and_gradients_are_those_of_fp32_rounded_once(dtype, out):
 
 
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("x",), ("x", "bias")], ids=str)
-def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(frozen):
+def test_frozen_tensors_get_no_gradient_and_others_keep_theirs(frozen):
     undo = products_in_fp32(torch.bfloat16)
     try:
         _, everything = outcome(torch.bfloat16)
@@ -59,7 +59,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_others_theirs(frozen):
     assert without_bias["bias"] is None
 
 
-def test_auto_is_fp32_where_the_cpu_has_no_bf16(monkeypatch):
+def test_auto_uses_fp32_where_the_cpu_lacks_bf16(monkeypatch):
     for native, expected in ((True, "native"), (False, "fp32")):
         monkeypatch.setattr(half_linear, "bf16_is_native", lambda native=native: native)
         assert products(torch.bfloat16, "auto", CPU) == expected
@@ -70,7 +70,7 @@ def test_auto_is_fp32_where_the_cpu_has_no_bf16(monkeypatch):
         assert products(torch.bfloat16, "fp32", torch.device("cuda")) == "native"
 
 
-def test_a_choice_is_undone():
+def test_chosen_products_can_be_undone():
     stock = functional.linear
     undo = choose_products(torch.bfloat16, "fp32", CPU)
     assert functional.linear is not stock
@@ -80,7 +80,7 @@ def test_a_choice_is_undone():
     assert functional.linear is stock
 
 
-def test_the_loss_computes_as_the_linear_layers_do():
+def test_computed_in_fp32_follows_the_chosen_products():
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     assert not computed_in_fp32(tensor)
     assert computed_in_fp32(tensor.half())
@@ -91,7 +91,7 @@ def test_the_loss_computes_as_the_linear_layers_do():
 
 
 @pytest.mark.parametrize("rows", [1, 256, 700])
-def test_a_product_by_slices_is_that_of_fp32(rows):
+def test_sliced_product_matches_the_whole_product(rows):
     torch.manual_seed(0)
     a, b = torch.randn(5, rows).bfloat16(), torch.randn(rows, 33).bfloat16()
     found = product_in_fp32(a, b)

@@ -21,7 +21,7 @@ SPEC = model_spec("llama3.2-1b").twin(16)
 MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "backward_s": [0.6, 0.6, 0.6]}
 
 
-def test_requests_are_served_by_priority_then_in_turn():
+def test_requests_are_served_by_priority_then_in_order():
     server, order, under_way, come = RateLimiter(1e6), [], threading.Event(), threading.Event()
     begun = [server.serve(1000, lambda: (under_way.set(), come.wait()))]
     under_way.wait(10)  # until the others have arrived
@@ -38,7 +38,7 @@ def test_requests_are_served_by_priority_then_in_turn():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late):
+def test_late_share_counts_bytes_when_the_drive_finishes_first(tmp_path, late):
     class ByHand(Limiter):
         served = Promise("a turn")
 
@@ -65,7 +65,7 @@ def test_bytes_are_late_where_the_drive_has_them_before_the_path(tmp_path, late)
     assert drive.late_share == late
 
 
-def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
+def test_served_seconds_are_bytes_divided_by_the_rate(tmp_path):
     with rate_limited(1e6) as server:
         tier = state_store.DirectTier.in_file(tmp_path, "x")
         out, back = torch.arange(1024, dtype=torch.float32), torch.empty(1024)
@@ -78,7 +78,7 @@ def test_a_servers_seconds_are_its_bytes_over_its_rate(tmp_path):
     assert moved.writing_s == moved.bytes_written / server.rate > 0
 
 
-def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
+def test_failed_transfer_also_fails_on_a_paced_path(tmp_path, monkeypatch):
     broken = Promise("a read")
     broken.set_error(StorageError("read", "drive", 0, 4096, 0, errno.EIO, "broken"))
     with rate_limited(1e9):
@@ -89,7 +89,7 @@ def test_a_failed_transfer_fails_on_a_paced_path_too(tmp_path, monkeypatch):
         tier.close()
 
 
-def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
+def test_engine_trains_identically_on_a_paced_path(tmp_path):
     def trained(folder):
         torch.manual_seed(0)
         ours = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
@@ -111,7 +111,7 @@ def test_an_engine_trains_on_a_paced_path_as_on_any(tmp_path):
     assert all(torch.equal(there[name], here[name]) for name in here)
 
 
-def test_what_is_predicted_follows_from_the_step_in_memory_the_updates_and_the_path():
+def test_predicted_step_follows_from_memory_step_updates_and_path():
     found = {row["method"]: row for row in predicted_steps(MEMORY, 1e9, spec=SPEC, dtype="bf16", path_rate=5e9)}
     assert list(found) == ["optimized", "naive", "none"]
     for row in found.values():

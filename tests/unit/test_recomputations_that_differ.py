@@ -60,7 +60,7 @@ class Model(nn.Module):
         "an order drawn at its end",
     ],
 )
-def test_what_no_recomputation_repeats_is_refused_in_the_first_backward_pass(tmp_path, kind, accumulate):
+def test_unrepeatable_recomputation_is_refused_in_the_first_backward_pass(tmp_path, kind, accumulate):
     torch.manual_seed(0)
     ours = Model(kind)
     with streaming(tmp_path / "run") as session:
@@ -83,7 +83,7 @@ def differ(was, now):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-def test_another_order_of_sums_is_no_difference_and_another_mask_is_one(dtype):
+def test_rounding_differences_are_ignored_and_mask_differences_are_found(dtype):
     was = torch.randn(64, 33, 7, dtype=dtype)
     assert not differ(was, was.clone())
     assert not differ(was, was * (1 + (1e-6 if dtype in (torch.float32, torch.complex64) else 1e-3)))
@@ -91,19 +91,19 @@ def test_another_order_of_sums_is_no_difference_and_another_mask_is_one(dtype):
     assert differ(was, was.mT.contiguous().mT * 1.1)
 
 
-def test_values_that_are_not_finite_are_the_same_where_they_were_before():
+def test_nonfinite_values_match_only_at_the_same_positions():
     was = of(1.0, float("nan"), float("inf"))
     assert not differ(was, was.clone())
     assert differ(was, of(1.0, 2.0, float("inf")))
 
 
-def test_masks_and_indices_are_compared_and_bytes_are_not():
+def test_masks_and_indices_are_compared_but_bytes_are_not():
     for dtype in (torch.bool, torch.int32, torch.int64):
         assert differ(torch.ones(9, dtype=dtype), torch.zeros(9, dtype=dtype))
     assert not differ(torch.ones(9, dtype=torch.uint8), torch.zeros(9, dtype=torch.uint8))
 
 
-def test_after_a_difference_of_rounding_what_follows_from_it_is_not_compared():
+def test_tensors_after_a_rounding_difference_are_not_compared():
     samples, values = Samples(), torch.randn(100)
     samples.add(values)
     samples.add(values > 0)
@@ -111,7 +111,7 @@ def test_after_a_difference_of_rounding_what_follows_from_it_is_not_compared():
     assert not samples.differ(1, values < 0)
 
 
-def test_a_sample_is_spread_over_the_tensor_and_few_elements_are_all_looked_at():
+def test_samples_spread_over_large_tensors_and_cover_small_ones():
     for shape in [(ELEMENTS,), (3, 5), ()]:
         was = torch.zeros(shape)
         for place in range(was.numel()):
@@ -129,5 +129,5 @@ def test_a_sample_is_spread_over_the_tensor_and_few_elements_are_all_looked_at()
         assert differ(was, now)
 
 
-def test_passes_that_are_compared_become_rare():
+def test_compared_passes_become_rarer():
     assert [n for n in range(1, 300) if is_compared(n)] == [1, 4, 16, 64, 256]

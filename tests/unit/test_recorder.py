@@ -34,7 +34,7 @@ def spans(events, resource):
     return [(event.name, event.phase, event.begin_s, event.end_s) for event in events if event.resource == resource]
 
 
-def test_waits_are_not_taken_out_of_what_another_thread_computes_meanwhile(clock):
+def test_waits_do_not_shorten_computation_of_another_thread(clock):
     recorder = Recorder()
     with recorder.phase("backward"), recorder.wait():
         clock.s = 1.0
@@ -45,7 +45,7 @@ def test_waits_are_not_taken_out_of_what_another_thread_computes_meanwhile(clock
     assert spans(recorder.take(), "cpu") == [("AdamW", "backward", 0.25, 1.0)]
 
 
-def test_a_wait_of_the_main_thread_is_an_event_without_its_owner_saying_so(clock):
+def test_main_thread_waits_are_recorded_automatically(clock):
     recorder = Recorder()
     model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(2, 2))]))
     record_blocks(model, recorder)
@@ -63,7 +63,7 @@ def test_a_wait_of_the_main_thread_is_an_event_without_its_owner_saying_so(clock
     assert spans(recorder.take(), "wait") == [("wait", "forward", 0.0, 2.0)]
 
 
-def test_a_phase_within_another_interrupts_it(clock):
+def test_nested_phase_interrupts_the_outer_one(clock):
     recorder = Recorder()
     with recorder.phase("optimizer"):
         clock.s = 1.0
@@ -77,7 +77,7 @@ def test_a_phase_within_another_interrupts_it(clock):
     ]
 
 
-def test_waits_are_taken_out_of_what_the_same_thread_computes(clock):
+def test_waits_are_subtracted_from_computation_of_the_same_thread(clock):
     recorder = Recorder()
     with recorder.phase("forward"):
         recorder.begin_block("block 0")
@@ -97,7 +97,7 @@ def test_waits_are_taken_out_of_what_the_same_thread_computes(clock):
     assert recorder.take() == []
 
 
-def test_transfers_of_other_threads_keep_the_phase_that_they_began_in(clock):
+def test_transfers_of_other_threads_keep_their_initial_phase(clock):
     recorder = Recorder(rank=1)
     with recorder.phase("backward"):
         begin, phase = recorder.now(), recorder.current_phase
@@ -125,7 +125,7 @@ def trace(path, lane, scale=1.0, main=True, **facts):
     return events, {"source": "here", "lane": lane, "model": "m"} | facts
 
 
-def test_a_transfer_that_the_end_of_the_step_finds_under_way_belongs_to_it():
+def test_transfer_unfinished_at_the_end_of_a_step_is_recorded():
     recorder = Recorder()
     with recorder.phase("optimizer"):
         ended = recorder.transfer("weights", "ssd.write", recorder.now(), 512, recorder.current_phase)
@@ -138,7 +138,7 @@ def test_a_transfer_that_the_end_of_the_step_finds_under_way_belongs_to_it():
     ]
 
 
-def test_a_measured_phase_is_the_time_of_its_thread_and_a_simulated_one_its_span(tmp_path):
+def test_measured_phase_uses_thread_time_and_simulated_phase_its_span(tmp_path):
     """A transfer that continues after the phase belongs to it, but does not make it longer."""
     simulated = step_of_trace(*trace(tmp_path / "a.json", "modelled", main=False))
     measured = step_of_trace(*trace(tmp_path / "b.json", "measured", scale=2.0))
@@ -149,7 +149,7 @@ def test_a_measured_phase_is_the_time_of_its_thread_and_a_simulated_one_its_span
     assert ("forward", "main") not in ratios
 
 
-def test_compare_says_where_two_steps_are_not_the_same_work(tmp_path, capsys):
+def test_compare_reports_where_two_steps_do_different_work(tmp_path, capsys):
     trace(tmp_path / "a.json", "modelled", main=False)
     trace(tmp_path / "b.json", "measured", batch=4)
     assert cli.main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
@@ -159,7 +159,7 @@ def test_compare_says_where_two_steps_are_not_the_same_work(tmp_path, capsys):
     assert "5.000" in next(line for line in said.splitlines() if "ssd.read" in line)
 
 
-def test_two_steps_are_drawn_and_a_picture_is_not_replaced_unasked(tmp_path, capsys):
+def test_two_steps_are_drawn_and_pictures_are_not_overwritten(tmp_path, capsys):
     trace(tmp_path / "a.json", "modelled", main=False)
     trace(tmp_path / "b.json", "measured", scale=2.0)
     command = ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--picture", str(tmp_path / "both.svg")]

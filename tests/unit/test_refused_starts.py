@@ -17,7 +17,7 @@ def one_line(error):
     assert "\n" not in str(error.value)
 
 
-def test_a_model_in_a_second_session_is_refused_and_the_first_goes_on(tmp_path):
+def test_second_session_for_a_model_is_refused_and_first_continues(tmp_path):
     ours, theirs, data = model(), model(), batches(4)
     optimizer_of_theirs = AdamW(theirs.parameters(), **SETTINGS)
     second = tmp_path / "second"
@@ -42,7 +42,7 @@ def test_a_model_in_a_second_session_is_refused_and_the_first_goes_on(tmp_path):
     session.close()
 
 
-def test_a_model_that_a_closed_session_left_empty_does_not_begin_another(tmp_path):
+def test_model_emptied_by_a_closed_session_cannot_begin_another(tmp_path):
     ours = model()
     begin(ours, tmp_path / "run")[0].close()
     with pytest.raises(RuntimeError, match=r"weights are in .*run, which was closed: open it again") as error:
@@ -54,7 +54,7 @@ def test_a_model_that_a_closed_session_left_empty_does_not_begin_another(tmp_pat
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
-def test_a_start_that_fails_leaves_folders_as_they_were(tmp_path, there):
+def test_failed_start_leaves_folders_as_they_were(tmp_path, there):
     folder = tmp_path / "deep" / "run"
     if there:
         folder.mkdir(parents=True)
@@ -90,7 +90,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_OPTIONS.items() for v in values], ids=repr)
-def test_an_option_that_cannot_be_is_named_with_its_value(name, value):
+def test_invalid_option_is_named_with_its_value(name, value):
     with pytest.raises(ValueError, match=rf"^EngineOptions\.{name}: .*{re.escape(repr(value))}") as error:
         EngineOptions(**{name: value})
     one_line(error)
@@ -100,7 +100,7 @@ def test_each_option_has_a_bad_value():
     assert set(BAD_OPTIONS) == set(EngineOptions.__dataclass_fields__)
 
 
-def test_bytes_may_be_a_number_or_a_text():
+def test_byte_options_accept_numbers_or_text():
     assert EngineOptions(swap=1 << 20, swap_room="1GiB") == EngineOptions(swap=str(1 << 20), swap_room=1 << 30)
     assert EngineOptions(swap="100%", clip=1, device=torch.device("cpu")).clip == 1
 
@@ -117,7 +117,7 @@ def test_bytes_may_be_a_number_or_a_text():
         ({"device": 3}, "device must be a text .* got 3"),
     ],
 )
-def test_options_of_activations_that_cannot_be_are_refused(tmp_path, options, message):
+def test_invalid_activation_options_are_refused(tmp_path, options, message):
     with (
         pytest.raises(ValueError, match=f"^activations: {message}") as error,
         memascend.offload_activations(tmp_path, **options),
@@ -127,7 +127,7 @@ def test_options_of_activations_that_cannot_be_are_refused(tmp_path, options, me
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_of_activations_may_be_a_text(tmp_path):
+def test_activation_byte_options_accept_text(tmp_path):
     with memascend.offload_activations(tmp_path, minimum_bytes="1MiB", reserve_bytes=0) as cache:
         assert cache.options.minimum_bytes == 1 << 20
 
@@ -174,7 +174,7 @@ def with_sparse_gradients():
         ),
     ],
 )
-def test_a_start_that_cannot_be_is_one_line_and_moves_nothing(tmp_path, start, message):
+def test_invalid_start_is_refused_in_one_line_and_moves_nothing(tmp_path, start, message):
     session = streaming(tmp_path / "run")
     session.model = session.hook(model())
     before = {name: values.clone() for name, values in session.model.state_dict().items()}
@@ -186,12 +186,12 @@ def test_a_start_that_cannot_be_is_one_line_and_moves_nothing(tmp_path, start, m
 
 
 @pytest.mark.parametrize("folder", ["", None, 3, "a\0b"], ids=repr)
-def test_a_folder_that_is_none_is_one_line(folder):
+def test_invalid_folder_is_refused(folder):
     with pytest.raises(ValueError, match=r"streaming\(folder\): the path of a folder, got"):
         streaming(folder)
 
 
-def test_a_note_that_is_no_dict_is_one_line_and_the_step_can_be_completed_after_it(tmp_path):
+def test_non_dict_note_is_refused_and_step_can_be_completed(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     ours(batches(1)[0]).backward()

@@ -43,12 +43,12 @@ def published() -> list[dict[str, str]]:
 PUBLISHED = published()
 
 
-def test_all_exhibits_of_the_five_papers_are_there():
+def test_all_exhibits_of_the_five_papers_are_registered():
     assert len(EXHIBITS) == sum(PAPERS.values())
     assert Counter(e["paper"] for e in EXHIBITS.values()) == PAPERS
 
 
-def test_the_list_names_each_id_once():
+def test_each_exhibit_id_is_listed_once():
     assert Counter(e["id"] for e in registry.exhibits()).most_common(1)[0][1] == 1
     for paper in PAPERS:
         drawn = registry.figures(paper)
@@ -68,7 +68,7 @@ def test_an_exhibit_is_built_or_says_what_it_waits_for(exhibit):
         assert len(exhibit["waits_for"]) > 10
 
 
-def test_the_exhibits_of_this_round_are_built():
+def test_required_memascend_exhibits_are_built():
     built = {e["id"].removeprefix("memascend-") for e in EXHIBITS.values() if e["status"] == "built"}
     assert built >= BUILT
 
@@ -82,7 +82,7 @@ def test_published_rows_name_registered_exhibits_of_their_own_paper():
             assert EXHIBITS[row["exhibit_id"]]["paper"] == row["paper"]
 
 
-def test_published_is_a_lane_exactly_where_the_text_states_something():
+def test_published_lane_exists_exactly_where_published_rows_exist():
     stated = {row["exhibit_id"] for row in PUBLISHED} - {""}
     assert stated == {e["id"] for e in EXHIBITS.values() if "published" in e["lanes"]}
 
@@ -94,7 +94,7 @@ def test_claim_ids_are_unique_and_start_with_their_exhibit():
         assert claim["exhibit_id"] in EXHIBITS  # built or not: claims are committed before the first run
 
 
-def test_every_built_exhibit_that_is_no_listing_has_claims():
+def test_built_memascend_exhibits_have_claims_except_spec_tables_and_diagrams():
     claimed = {claim["exhibit_id"] for claim in CLAIMS}
     computed = {e["id"] for e in EXHIBITS.values() if e["status"] == "built" and e["paper"] == "memascend"}
     assert claimed >= {e for e in computed if EXHIBITS[e]["kind"] not in ("spec-table", "diagram")}
@@ -132,7 +132,7 @@ def test_a_lane_is_checked_or_says_why_not(claim):
         assert claims.basis_of(claim, "measured") in (claims.TWIN, "alternate reading")
 
 
-def test_the_quotes_of_claims_are_in_the_published_table_or_on_the_list_of_numbers():
+def test_claim_quotes_appear_in_published_rows_or_listed_numbers():
     """A claim's quote overlaps with that of a published row or a listed
     statement: both were found in the paper's text."""
 

@@ -71,7 +71,7 @@ VERSIONS = {"two": {"versions": 2}, "one, with redo": {"versions": 1}, "one": {"
 
 
 @pytest.mark.parametrize("options", VERSIONS.values(), ids=VERSIONS)
-def test_states_of_a_tied_model_with_units_above_the_spare_room_are_put_back(tmp_path, options):
+def test_tied_states_larger_than_the_spare_space_are_restored(tmp_path, options):
     ours = made()
     session, optimizer = begin(ours, tmp_path / "first", **options)
     train(ours, optimizer, range(2))
@@ -94,7 +94,7 @@ def test_states_of_a_tied_model_with_units_above_the_spare_room_are_put_back(tmp
     session.close()
 
 
-def test_states_are_put_back_after_a_step_and_in_the_middle_of_a_run(tmp_path):
+def test_states_can_be_loaded_repeatedly_during_a_run(tmp_path):
     ours = made()
     session, optimizer = begin(ours, tmp_path / "run", versions=2)
     train(ours, optimizer, range(1))
@@ -130,7 +130,7 @@ class FailingCommit:
         raise StorageError("commit", "store", 0, 1, 0, errno.EIO, "Input/output error")
 
 
-def test_a_step_that_could_not_be_committed_is_not_counted(tmp_path):
+def test_uncommitted_step_is_not_counted(tmp_path):
     ours, theirs = made(), made()
     session, optimizer = begin(ours, tmp_path / "run", versions=2)
     reference = AdamW(theirs.parameters(), **SETTINGS)
@@ -150,7 +150,7 @@ def test_a_step_that_could_not_be_committed_is_not_counted(tmp_path):
     session.close()
 
 
-def test_a_parameter_that_is_frozen_later_stays_as_it_is(tmp_path):
+def test_parameters_frozen_for_one_step_train_as_in_memory(tmp_path):
     ours, theirs = made(), made()
     session, optimizer = begin(ours, tmp_path / "run", zero_missing=False)
     reference = AdamW(theirs.parameters(), **SETTINGS)

@@ -42,7 +42,7 @@ def said(caplog, words: str) -> int:
 
 @pytest.mark.parametrize("kind", ["direct", "files"])
 @pytest.mark.parametrize("operation", ["write", "any"])
-def test_a_path_that_failed_gets_its_share_again_when_it_works(paths, caplog, kind, operation):
+def test_failed_path_gets_its_share_again_once_it_works(paths, caplog, kind, operation):
     two = paths(kind=kind, placement=[1, 1])
     two.write(6)
     two.faults["a"].add(operation, error=errno.EIO)
@@ -56,14 +56,14 @@ def test_a_path_that_failed_gets_its_share_again_when_it_works(paths, caplog, ki
     assert len(caplog.records) == 2, caplog.text  # no message about the probes that failed
 
 
-def test_a_write_that_was_under_way_and_ended_well_does_not_bring_a_path_back(paths):
+def test_write_already_under_way_does_not_restore_a_failed_path(paths):
     two = paths(placement=[1, 1])
     two.faults["a"].add("write", times=1, error=errno.EIO)
     two.write(6)
     assert two.tier.report()[0].failure is not None
 
 
-def test_a_path_that_gives_other_bytes_than_it_got_stays_out(paths, monkeypatch):
+def test_path_that_returns_wrong_bytes_stays_out(paths, monkeypatch):
     two = paths(placement=[1, 1])
     two.faults["a"].add("write", error=errno.EIO)
     two.write(6)
@@ -88,12 +88,12 @@ class Forgetful:
         return self._tier.read(key, torch.empty_like(tensor), **options)
 
 
-def test_a_measurement_compares_what_it_reads(tmp_path):
+def test_measurement_verifies_what_it_reads_back(tmp_path):
     with DirectTier.in_file(tmp_path, "tests") as tier, pytest.raises(StorageError, match="is not what is read back"):
         measure(Forgetful(tier), 1 << 20)
 
 
-def test_a_path_that_alone_has_a_tensor_stays_out_until_that_is_written_elsewhere(paths):
+def test_path_with_the_only_copy_stays_out_until_rewritten_elsewhere(paths):
     two = paths(placement=[1, 1])
     two.write(6)
     two.tier.write("kept-0", tensor(0)).wait(MAX_S)
@@ -106,7 +106,7 @@ def test_a_path_that_alone_has_a_tensor_stays_out_until_that_is_written_elsewher
     assert passes(two, 8, 9).count("a") == 3
 
 
-def test_a_path_that_hung_gets_nothing_while_a_request_of_before_is_under_way(paths):
+def test_hung_path_gets_nothing_while_an_old_request_is_pending(paths):
     two = paths(placement=[1, 1], hang_s=HANG_S)
     two.write(4)
     way, begun = two.tier._paths[0], []
@@ -131,7 +131,7 @@ def test_a_path_that_hung_gets_nothing_while_a_request_of_before_is_under_way(pa
     two.check(4, step + 63)
 
 
-def test_a_path_that_hangs_when_it_is_tried_holds_nothing_up_and_is_not_tried_twice_at_once(paths):
+def test_hanging_probe_blocks_nothing_and_is_not_started_twice(paths):
     two = paths(placement=[1, 1], hang_s=0.2)
     two.faults["a"].add("write", times=1, error=errno.EIO)
     two.write(4)
@@ -164,7 +164,7 @@ class Small:
         return getattr(self._tier, name)
 
 
-def test_a_full_path_takes_more_once_a_group_has_room(paths, caplog):
+def test_full_path_takes_more_once_a_group_fits(paths, caplog):
     two = paths(placement=[1, 1])
     way = two.tier._paths[0]
     way.tier = Small(way.tier, 0)
@@ -183,7 +183,7 @@ def test_a_full_path_takes_more_once_a_group_has_room(paths, caplog):
     assert said(caplog, "is full") == said(caplog, "path a is used again") == 1
 
 
-def test_a_path_that_fails_again_and_again_is_tried_less_and_less_often(paths, caplog):
+def test_repeatedly_failing_path_is_retried_less_often(paths, caplog):
     two = paths(placement=[1, 1], rates=EQUAL)
     for step in range(64):
         two.faults["a"].clear()
@@ -196,7 +196,7 @@ def test_a_path_that_fails_again_and_again_is_tried_less_and_less_often(paths, c
     assert 3 <= said(caplog, "path a is used again") <= 6
 
 
-def test_a_path_comes_back_where_groups_stay(paths):
+def test_failed_path_returns_even_when_groups_are_not_moved(paths):
     """It takes what the others cannot."""
     two = paths(rehome=False)
     two.write(4)
@@ -208,7 +208,7 @@ def test_a_path_comes_back_where_groups_stay(paths):
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))])
-def test_a_path_that_fails_and_comes_back_at_random_instants_changes_no_tensor(paths, seed):
+def test_path_failing_and_returning_at_random_changes_no_tensor(paths, seed):
     chance = random.Random(seed)
     two = paths(kind=chance.choice(["direct", "files"]), placement=[1, 1])
     values = {f"{kind}{group}": 0.0 for group in range(6) for kind in ("", "exp_avg-")}
