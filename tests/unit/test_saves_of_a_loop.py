@@ -50,7 +50,7 @@ def full_in_a_save(monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
-def test_training_again_from_a_save_repeats_the_losses_to_the_bit(tmp_path, dtype, options):
+def test_training_resumed_from_save_repeats_losses_bit_for_bit(tmp_path, dtype, options):
     ours = model(dtype=dtype)
     session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     loop(ours, optimizer, batches(2))
@@ -75,7 +75,7 @@ def test_training_again_from_a_save_repeats_the_losses_to_the_bit(tmp_path, dtyp
     other.close()
 
 
-def test_a_save_without_states_is_a_file_that_any_model_loads(tmp_path):
+def test_save_without_states_loads_as_plain_safetensors_file(tmp_path):
     ours = model(tied=True)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(2))
@@ -91,7 +91,7 @@ def test_a_save_without_states_is_a_file_that_any_model_loads(tmp_path):
     assert all(torch.equal(values, expected[name]) for name, values in loaded.named_parameters())
 
 
-def test_buffers_are_those_of_the_step_that_was_saved(tmp_path):
+def test_save_and_load_use_buffers_of_the_saved_step(tmp_path):
     torch.manual_seed(0)
     ours, data = Normed(), torch.randn(6, 8, 16)
     session, optimizer = begin(ours, tmp_path / "run")
@@ -108,7 +108,7 @@ def test_buffers_are_those_of_the_step_that_was_saved(tmp_path):
     session.close()
 
 
-def test_a_save_of_another_kind_or_model_is_refused_and_nothing_changes(tmp_path):
+def test_load_of_mismatched_save_is_refused_and_changes_nothing(tmp_path):
     ours = model(dtype=torch.bfloat16)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(1))
@@ -129,7 +129,7 @@ def test_a_save_of_another_kind_or_model_is_refused_and_nothing_changes(tmp_path
         session.close()
 
 
-def test_a_folder_that_is_there_is_refused_and_what_a_killed_save_has_left_is_not(tmp_path):
+def test_save_refuses_nonempty_folder_but_replaces_remains_of_killed_save(tmp_path):
     ours = model()
     session, _ = begin(ours, tmp_path / "run")
     (tmp_path / "taken").mkdir()
@@ -146,7 +146,7 @@ def test_a_folder_that_is_there_is_refused_and_what_a_killed_save_has_left_is_no
     session.close()
 
 
-def test_a_full_disk_is_one_line_for_whoever_waits_and_training_goes_on(tmp_path, monkeypatch):
+def test_full_disk_fails_the_save_but_not_the_training(tmp_path, monkeypatch):
     ours, theirs = model(), model()
     (session, optimizer), (other, another) = begin(ours, tmp_path / "ours"), begin(theirs, tmp_path / "theirs")
     full_in_a_save(monkeypatch)
@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_line_for_whoever_waits_and_training_goes_on(tmp_path
     other.close()
 
 
-def test_an_error_that_nobody_has_asked_for_is_raised_by_close_but_not_over_another_error(tmp_path, monkeypatch):
+def test_close_raises_unread_save_error_unless_another_error_is_raised(tmp_path, monkeypatch):
     full_in_a_save(monkeypatch)
     session, _ = begin(model(), tmp_path / "run")
     with pytest.raises(ValueError, match="cannot save"), session:
@@ -177,7 +177,7 @@ def test_an_error_that_nobody_has_asked_for_is_raised_by_close_but_not_over_anot
     assert isinstance(saves[0].error(), ValueError)
 
 
-def test_between_backward_and_step_a_save_is_refused_and_leaves_nothing(tmp_path):
+def test_save_between_backward_and_step_is_refused_and_leaves_nothing(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     (ids,) = batches(1)
@@ -190,7 +190,7 @@ def test_between_backward_and_step_a_save_is_refused_and_leaves_nothing(tmp_path
     session.close()
 
 
-def test_the_end_of_the_context_waits_for_a_save(tmp_path, monkeypatch):
+def test_leaving_the_context_waits_for_a_running_save(tmp_path, monkeypatch):
     go_on, following = threading.Event(), Snapshot.next
 
     def patient(self, under_way=None):
@@ -207,7 +207,7 @@ def test_the_end_of_the_context_waits_for_a_save(tmp_path, monkeypatch):
     assert (tmp_path / "save" / "states.json").is_file()
 
 
-def test_without_an_optimizer_there_is_nothing_to_save(tmp_path):
+def test_saving_or_loading_without_an_optimizer_is_refused(tmp_path):
     session = streaming(tmp_path / "run")
     with pytest.raises(RuntimeError, match="create the optimizer first"):
         session.save(tmp_path / "save")

@@ -58,7 +58,7 @@ def be(monkeypatch, tmp_path, boot, host):
     [("1", "a", False), ("1", "b", False), ("2", "a", False), ("2", "b", True)],
     ids=["the same host", "another container of this kernel", "this host before it was started again", "another host"],
 )
-def test_what_another_host_has_made_is_not_collected(tmp_path, monkeypatch, left, kind, boot, host, stays):
+def test_scratch_files_of_other_hosts_are_not_collected(tmp_path, monkeypatch, left, kind, boot, host, stays):
     path = left(kind, "1", "a")
     be(monkeypatch, tmp_path, boot, host)
     removed = collect_scratch_files(path.parent, str(tmp_path))
@@ -67,7 +67,7 @@ def test_what_another_host_has_made_is_not_collected(tmp_path, monkeypatch, left
 
 
 @pytest.mark.parametrize(("boot", "host", "stays"), [("2", "a", False), ("2", "b", True)], ids=["same", "another"])
-def test_nor_are_the_swap_folders_of_its_runs(tmp_path, monkeypatch, boot, host, stays):
+def test_swap_folders_of_other_hosts_are_not_collected(tmp_path, monkeypatch, boot, host, stays):
     monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "boot_id")
     be(monkeypatch, tmp_path, "1", "a")
     theirs = SwapFolder.make(tmp_path / "shared", tmp_path / "run")
@@ -79,7 +79,7 @@ def test_nor_are_the_swap_folders_of_its_runs(tmp_path, monkeypatch, boot, host,
 
 
 @pytest.mark.parametrize("kind", ["direct", "files"])
-def test_opening_a_tier_in_a_shared_folder_leaves_what_others_have_there(tmp_path, monkeypatch, left, kind):
+def test_opening_tier_in_shared_folder_keeps_files_of_other_hosts(tmp_path, monkeypatch, left, kind):
     path = left(kind, "1", "a")
     be(monkeypatch, tmp_path, "2", "b")
     with opened(kind, path.parent) as tier:
@@ -88,7 +88,7 @@ def test_opening_a_tier_in_a_shared_folder_leaves_what_others_have_there(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["direct", "files"])
-def test_a_file_system_without_locks_is_named_and_nothing_is_left(tmp_path, monkeypatch, kind):
+def test_file_system_without_locks_is_reported_and_leaves_no_files(tmp_path, monkeypatch, kind):
     real = fcntl.fcntl
 
     def refused(fd, command, *rest):

@@ -21,7 +21,7 @@ EACH = [(name, value) for name, values in WRONG.items() for value in values]
 
 
 @pytest.mark.parametrize("options", [{"versions": 1}, {"versions": 2}, {"versions": 2, "wait": True}], ids=str)
-def test_a_setting_that_adamw_does_not_take_is_refused_before_an_update_and_the_loop_goes_on(tmp_path, options):
+def test_invalid_adamw_setting_is_refused_before_update_and_loop_continues(tmp_path, options):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     other = AdamW(theirs.parameters(), **SETTINGS)
@@ -75,7 +75,7 @@ def members(state):
 @pytest.mark.parametrize(
     "wrong", [shape, short, nothing, negative, no_step, rate, members], ids=lambda each: each.__name__
 )
-def test_states_that_do_not_fit_are_refused_whole(tmp_path, wrong):
+def test_invalid_state_dict_is_refused_and_changes_nothing(tmp_path, wrong):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     other = AdamW(theirs.parameters(), **SETTINGS)
@@ -93,7 +93,7 @@ def test_states_that_do_not_fit_are_refused_whole(tmp_path, wrong):
 
 
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"versions": 1}], ids=str)
-def test_a_step_without_gradients_between_a_forward_pass_and_its_backward_pass_is_one_line(tmp_path, options):
+def test_backward_refuses_a_graph_from_before_the_last_step(tmp_path, options):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(**options))
     loss = ours(data[0])
@@ -106,7 +106,7 @@ def test_a_step_without_gradients_between_a_forward_pass_and_its_backward_pass_i
     session.remove()
 
 
-def test_what_is_known_of_a_unit_s_memory_does_not_grow_with_the_steps(tmp_path):
+def test_storages_tracked_per_unit_do_not_grow_with_steps(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(30))

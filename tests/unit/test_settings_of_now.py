@@ -49,7 +49,7 @@ def in_groups(of):
 @pytest.mark.parametrize(
     "change", [load_own_state, schedule_after_load, replace_groups, replace_an_entry, move_a_parameter, prepare]
 )
-def test_changes_of_settings_are_followed_as_in_memory(tmp_path, change, wait):
+def test_changed_optimizer_settings_take_effect_as_in_memory(tmp_path, change, wait):
     torch.manual_seed(0)
     ours, theirs = model(), model()
     session, optimizer = begin(ours, tmp_path / "run", params=in_groups(ours), wait=wait)
@@ -64,7 +64,7 @@ def test_changes_of_settings_are_followed_as_in_memory(tmp_path, change, wait):
     session.remove()
 
 
-def test_a_scheduler_before_step_is_noticed_after_load_state_dict(tmp_path):
+def test_lr_change_before_step_is_refused_after_load_state_dict(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     optimizer.load_state_dict(optimizer.state_dict())
@@ -75,7 +75,7 @@ def test_a_scheduler_before_step_is_noticed_after_load_state_dict(tmp_path):
     session.remove()
 
 
-def test_a_parameter_taken_out_of_its_group_is_one_line(tmp_path):
+def test_parameter_removed_from_its_group_gives_one_line_error(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     optimizer.param_groups[0]["params"].pop()
@@ -86,7 +86,7 @@ def test_a_parameter_taken_out_of_its_group_is_one_line(tmp_path):
     session.remove()
 
 
-def test_a_schedule_of_the_trainer_is_followed(tmp_path):
+def test_schedule_of_transformers_trainer_is_followed(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": False}

@@ -64,7 +64,7 @@ def test_every_dependency_is_pinned(file, extras):
     assert asked_for(*extras) - set(pins(file)) == set()
 
 
-def test_what_runs_on_a_cluster_is_pinned_beside_the_usual_and_not_asked_for_elsewhere():
+def test_cluster_dependencies_are_pinned_separately_and_required_nowhere_else():
     usual, cluster = pins("constraints.txt"), pins("constraints-cluster.txt")
     assert asked_for("slurm", "kubernetes") - set(usual) - set(cluster) == set()
     assert usual.keys().isdisjoint(cluster)
@@ -77,12 +77,12 @@ def test_torch_is_pinned_without_a_local_suffix(file):
 
 
 @pytest.mark.parametrize(("file", "differ"), OVERRIDES.items())
-def test_the_other_environments_differ_only_where_they_must(file, differ):
+def test_other_environments_differ_only_in_listed_pins(file, differ):
     usual, other = pins("constraints.txt"), pins(file)
     assert {name for name in usual.keys() & other.keys() if other[name] != usual[name]} == differ
 
 
-def test_the_build_and_what_is_built_use_the_pinned_torch():
+def test_build_and_package_require_the_pinned_torch():
     (torch,) = [word for word in project()["build-system"]["requires"] if word.startswith("torch")]
     assert torch in project()["project"]["dependencies"]
     assert pins("constraints.txt")["torch"].startswith(torch.removeprefix("torch==").removesuffix(".*"))
@@ -102,7 +102,7 @@ def test_the_library_declares_what_it_imports():
     assert {canonical(DISTRIBUTIONS.get(name, name)) for name in outside} - declared == set()
 
 
-def test_cuda_extras_are_not_asked_for_elsewhere():
+def test_cuda_extras_are_not_required_elsewhere():
     cuda = {canonical(name) for name in project()["project"]["optional-dependencies"]["cuda"]}
     assert cuda.isdisjoint(asked_for("deepspeed", "huggingface", "lint", "test", "workflow"))
     assert cuda.isdisjoint(pins("constraints.txt"))
@@ -125,14 +125,14 @@ def test_a_missing_constraint_file_is_named(tmp_path):
     assert "nothing-here.txt" in one_line(run_setup(tmp_path, ".venv", "nothing-here.txt", "test"))
 
 
-def test_a_python_that_is_too_old_ends_in_one_line(tmp_path):
+def test_missing_python_gives_one_line_error(tmp_path):
     (tmp_path / "pins.txt").touch()
     line = one_line(run_setup(tmp_path, ".venv", "pins.txt", "test", PYTHON="/nowhere/python2"))
     assert "python3-venv" in line or "Python 3.11" in line
     assert not (tmp_path / ".venv").exists()
 
 
-def test_a_missing_compiler_ends_in_the_command_that_installs_it(tmp_path):
+def test_missing_compiler_error_shows_the_install_command(tmp_path):
     (tmp_path / "pins.txt").touch()
     line = one_line(run_setup(tmp_path, ".venv", "pins.txt", "test", CXX="no-such-compiler"))
     assert "apt-get install" in line
@@ -153,7 +153,7 @@ def test_a_failed_step_shows_its_error_and_leaves_no_stamp(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs procfs, where root cannot write either")
-def test_a_read_only_checkout_ends_in_one_line(tmp_path):
+def test_read_only_checkout_gives_one_line_error(tmp_path):
     (tmp_path / "pins.txt").touch()
     assert "not writable (/proc)" in one_line(run_setup(Path("/proc"), ".venv", str(tmp_path / "pins.txt"), "test"))
 
@@ -163,7 +163,7 @@ def test_the_commands_run_as_a_module():
     assert done.stdout.split() == ["memascend", memascend.__version__]
 
 
-def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
+def test_parent_folder_of_checkout_does_not_hide_the_package(tmp_path):
     """In that folder "import memascend" also finds the checkout, a folder of that name without an __init__.py."""
     (tmp_path / "memascend").symlink_to(ROOT)
     said = "import memascend; print(memascend.__version__)"
@@ -172,7 +172,7 @@ def test_the_folder_that_holds_the_checkout_does_not_hide_the_package(tmp_path):
 
 
 @pytest.mark.parametrize("locked", ["", "1"])
-def test_locked_files_are_installed_before_what_asks_for_them(tmp_path, locked):
+def test_locked_requirements_are_installed_before_the_package(tmp_path, locked):
     """Each lock is installed once, by hash and without its dependencies; without LOCKED, none."""
     python, said = tmp_path / "environment/bin/python", tmp_path / "said"
     python.parent.mkdir(parents=True)
@@ -197,7 +197,7 @@ def test_locked_files_are_installed_before_what_asks_for_them(tmp_path, locked):
         )
 
 
-def test_every_place_that_names_versions_of_python_names_those_of_the_package():
+def test_supported_python_versions_agree_across_files():
     """The hosted release builds a wheel for each of them."""
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     least, most = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", asked).groups()

@@ -23,7 +23,7 @@ def computed_exhibits() -> list[str]:
     return [name for name in mine if name in measured]
 
 
-def test_every_built_exhibit_has_its_row_and_command_in_the_artifact_page():
+def test_artifact_page_lists_command_of_every_measured_memascend_exhibit():
     rows = re.findall(
         r"^\| `([\w.-]+)` \|.*`snakemake --cores all ([\w.-]+)`", (ROOT / "docs/ARTIFACT.md").read_text(), re.M
     )
@@ -44,7 +44,7 @@ def test_every_linked_file_exists(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_every_module_that_contributing_names_exists():
+def test_every_module_named_in_contributing_exists():
     named = set(re.findall(r"`([\w/]+/\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text()))
     assert len(named) > 20
     assert [

@@ -23,7 +23,7 @@ def section(**keys):
     return enable_options(NVME | {"memascend": keys}, {})
 
 
-def test_one_key_is_enough_and_keeps_gradients_in_host_memory():
+def test_tiers_key_alone_keeps_gradients_in_host_memory():
     options = section(tiers=["/mnt/a", "/mnt/b"])
     assert options.paths.tiers == ("/mnt/a", "/mnt/b")
     assert options.parts.gradients == "host"
@@ -54,7 +54,7 @@ def test_former_values_of_gradients_work_with_a_warning(former, now):
         ({"tier": ["/mnt/a"]}, "did you mean tiers"),
     ],
 )
-def test_what_cannot_be_is_one_line_that_names_the_fix(keys, words):
+def test_invalid_section_gives_one_line_error_naming_the_fix(keys, words):
     with pytest.raises(ValueError, match=words) as caught:
         section(**keys)
     assert "\n" not in str(caught.value)
@@ -76,7 +76,7 @@ def prepared():
         ("mlp_offload", "caching", ["/a"], 13),
     ],
 )
-def test_train_hands_the_paths_to_the_arm_that_uses_them(system, arm, paths, buffers):
+def test_train_gives_each_arm_the_paths_it_uses(system, arm, paths, buffers):
     config = config_of(system=system, arm=arm, tiers=["/a", "/b"], write_budget="1TB/day")
     made = setup(config, prepared(), "run", "/swap").settings["deepspeed_config"]
     assert made["memascend"] == {"tiers": paths, "write_budget": "1TB/day", "write_budget_stops": True}
@@ -86,7 +86,7 @@ def test_train_hands_the_paths_to_the_arm_that_uses_them(system, arm, paths, buf
 @pytest.mark.parametrize(
     ("system", "arm", "buffers"), [("memascend", None, 15), ("mlp_offload", None, 15), ("mlp_offload", "caching", 13)]
 )
-def test_what_train_plans_has_the_buffers_that_its_run_makes(system, arm, buffers):
+def test_train_plans_as_many_buffers_as_its_run_makes(system, arm, buffers):
     config = config_of(system=system, arm=arm, tiers=["/a", "/b"])
     assert workload_of_run(config, model_spec("qwen2.5-7b").twin(64), 32).optimizer_buffers == buffers
 
@@ -104,7 +104,7 @@ def test_train_refuses_paths_where_nothing_uses_them():
         config_of(tiers=["/a"], devices=["/dev/b"])
 
 
-def test_a_run_goes_on_over_other_paths():
+def test_run_resumes_on_different_paths():
     saved = {"model": "qwen2.5-7b", "data": ["x"], "tiers": ["/a", "/b"]}
     assert resumed(saved, {"tiers": ["/a"]}).tiers == ["/a"]
 
@@ -134,7 +134,7 @@ def needs(ssd_bytes: int) -> Needs:
     return Needs(label="m", host_bytes=0, locked_bytes=0, device_bytes=0, ssd_bytes=ssd_bytes, **moved)
 
 
-def test_doctor_says_what_drives_give_together_and_alone(drives):
+def test_doctor_reports_step_time_of_drives_together_and_alone(drives):
     *each, together = doctor.check_tiers(drives, needs(10**6))
     assert [check.status for check in (*each, together)] == ["ok", "ok", "ok"]
     assert f"{drives[0]} 67%" in together.found
@@ -142,7 +142,7 @@ def test_doctor_says_what_drives_give_together_and_alone(drives):
     assert f"{drives[1]} alone 12 s" in together.found
 
 
-def test_doctor_names_the_drive_that_lacks_room_and_two_folders_of_one_drive(drives, monkeypatch):
+def test_doctor_detects_lack_of_space_and_folders_sharing_a_drive(drives, monkeypatch):
     assert list(doctor.check_tiers(drives, needs(10**18)))[-1].status == "fail"
     monkeypatch.setattr(doctor, "name_of_place", lambda _: "8-0")
     checks = list(doctor.check_tiers(drives, None))
@@ -150,7 +150,7 @@ def test_doctor_names_the_drive_that_lacks_room_and_two_folders_of_one_drive(dri
     assert "same file system" in checks[1].found
 
 
-def test_doctor_tries_a_raw_device_and_says_what_one_lacks(drives, tmp_path):
+def test_doctor_tries_raw_device_and_reports_a_missing_store(drives, tmp_path):
     with loop_device(tmp_path) as device:
         check, _, together = doctor.check_tiers([Path(device), drives[0]], needs(10**6))
         assert (check.status, together.status) == ("ok", "ok")

@@ -76,7 +76,7 @@ def test_a_control_file_is_removed_once_its_process_is_killed(folders):
     assert names(shared) == []
 
 
-def test_the_living_keep_theirs_beside_the_dead(folders):
+def test_collection_removes_only_control_files_of_dead_processes(folders):
     from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 
     shared, nvme = folders
@@ -89,7 +89,7 @@ def test_the_living_keep_theirs_beside_the_dead(folders):
     assert names(shared) == []
 
 
-def test_deepspeed_buffers_are_removed_where_nobody_maps_them(folders):
+def test_old_deepspeed_buffers_are_removed_unless_mapped(folders):
     shared, _ = folders
     buffer, used = (aged(shared / f"deepspeed_allreduce_buffer_0_127.0.0.1_{port}_0") for port in (29500, 29501))
     young = shared / "deepspeed_allreduce_buffer_0_127.0.0.1_29502_0"
@@ -100,7 +100,7 @@ def test_deepspeed_buffers_are_removed_where_nobody_maps_them(folders):
     assert [each.path for each in collect_shared_memory(shared)] == [str(used)]
 
 
-def test_what_only_looks_like_ours_is_left(folders):
+def test_files_that_only_resemble_ours_are_kept(folders):
     shared, nvme = folders
     aged(shared / "memascend-notes")
     aged(shared / "psm_1234")

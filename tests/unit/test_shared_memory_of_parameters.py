@@ -63,7 +63,7 @@ def begin(folder, model, **options):
 
 
 @pytest.mark.parametrize("share", [tied_by_data, tied_by_data_in_blocks, seen_by_a_buffer, seen_by_an_attribute])
-def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_path, share):
+def test_parameter_sharing_memory_is_refused_before_anything_moves(tmp_path, share):
     model = Model()
     share(model)
     before = copy.deepcopy(model.state_dict())
@@ -74,14 +74,14 @@ def test_memory_that_a_parameter_shares_is_refused_before_anything_moves(tmp_pat
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
 
 
-def test_the_old_spectral_norm_is_refused_with_the_one_to_use(tmp_path):
+def test_old_spectral_norm_is_refused_naming_its_replacement(tmp_path):
     model = Model()
     nn.utils.spectral_norm(model.layers[1].linear)
     with pytest.raises(NotStreamable, match=r"share memory.* use torch\.nn\.utils\.parametrizations\.spectral_norm$"):
         begin(tmp_path / "session", model)
 
 
-def test_parameters_beside_each_other_in_one_memory_and_tied_ones_train(tmp_path):
+def test_adjacent_parameters_in_one_buffer_and_tied_parameters_train(tmp_path):
     model = Model()
     cut_out_of_one_memory(model)
     model.head.weight = model.embedding.weight
@@ -137,7 +137,7 @@ def test_weights_that_a_forward_pass_changes_are_refused_by_name(tmp_path, make,
     session.close()
 
 
-def test_weights_that_are_others_for_a_moment_alone_train_as_in_memory(tmp_path):
+def test_weights_replaced_only_during_forward_give_the_in_memory_loss(tmp_path):
     torch.manual_seed(0)
     ours = Model(ReplacedForAMoment)
     theirs = copy.deepcopy(ours)

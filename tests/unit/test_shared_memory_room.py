@@ -24,7 +24,7 @@ def shared_of(monkeypatch):
     return set_free
 
 
-def test_a_training_that_would_fill_shared_memory_is_refused_with_the_fix(shared_of):
+def test_training_that_would_fill_shared_memory_is_refused_with_fix(shared_of):
     shared_of(64)
     with pytest.raises(
         ValueError, match=r"has 64\.0 MiB free and 1 rank of DeepSpeed .* takes 69\.0 MiB: .*--shm-size=1g"
@@ -36,13 +36,13 @@ def test_a_training_that_would_fill_shared_memory_is_refused_with_the_fix(shared
         preflight.check_shared_memory(2)
 
 
-def test_ranks_on_gpus_reduce_elsewhere(shared_of, monkeypatch, tmp_path):
+def test_ranks_on_gpus_pass_the_shared_memory_check(shared_of, monkeypatch, tmp_path):
     shared_of(1)
     monkeypatch.setattr(preflight, "NVIDIA_DEVICE", tmp_path)
     preflight.check_shared_memory(4)
 
 
-def test_the_doctor_says_what_is_free_and_warns_where_it_is_too_little(shared_of):
+def test_doctor_reports_free_shared_memory_and_warns_when_too_small(shared_of):
     shared_of(1024)
     assert checks.check_shared_memory(2).status == checks.OK
     shared_of(64)

@@ -25,20 +25,20 @@ def seconds_of(book, seconds: float) -> float:
     return end
 
 
-def test_reads_and_writes_of_all_processes_come_one_after_the_other(tmp_path):
+def test_limiters_on_one_clock_book_transfers_one_after_another(tmp_path):
     mine, other = (SharedRateLimiter(tmp_path / "clock", READ, WRITE) for _ in range(2))
     first = seconds_of(lambda: mine.book(8_000_000, write=False), 1.0)
     second = other.book(8_000_000, write=True)
     assert second - first == pytest.approx(2.0, abs=1e-6)
 
 
-def test_directions_of_a_duplex_drive_go_by_themselves(tmp_path):
+def test_duplex_drive_books_reads_and_writes_independently(tmp_path):
     drive = SharedRateLimiter(tmp_path / "clock", READ, WRITE, duplex=True)
     seconds_of(lambda: drive.book(8_000_000, write=False), 1.0)
     seconds_of(lambda: drive.book(8_000_000, write=True), 2.0)
 
 
-def test_a_tiers_transfers_end_no_sooner_than_the_clock_says_and_are_right(tmp_path):
+def test_tier_transfers_are_correct_and_no_faster_than_the_clock(tmp_path):
     with closing(
         RateLimitedTier(FileTier(tmp_path, "test"), SharedRateLimiter(tmp_path / "clock", READ, WRITE))
     ) as tier:
@@ -54,7 +54,7 @@ def test_a_tiers_transfers_end_no_sooner_than_the_clock_says_and_are_right(tmp_p
     assert moved.write_bytes_per_s <= WRITE
 
 
-def test_a_drive_serves_on_until_the_last_of_its_tiers_is_closed_and_again_after_that(tmp_path):
+def test_drive_serves_remaining_and_later_tiers_after_some_close(tmp_path):
     drive, values = SharedRateLimiter(tmp_path / "clock", 1e12, 1e12), torch.arange(1000)
     first, second = (RateLimitedTier(FileTier(tmp_path, "test"), drive) for _ in range(2))
     first.close()
@@ -64,7 +64,7 @@ def test_a_drive_serves_on_until_the_last_of_its_tiers_is_closed_and_again_after
         third.write("a", values).wait(10)
 
 
-def test_an_error_of_the_tier_is_the_transfers(tmp_path):
+def test_error_of_underlying_tier_reaches_the_caller(tmp_path):
     drive = SharedRateLimiter(tmp_path / "clock", READ, WRITE)
     with (
         closing(RateLimitedTier(FileTier(tmp_path, "test"), drive)) as tier,
@@ -73,7 +73,7 @@ def test_an_error_of_the_tier_is_the_transfers(tmp_path):
         tier.read("b", torch.empty(8))
 
 
-def test_drives_of_one_file_system_have_locks_of_their_own_that_processes_share(tmp_path, monkeypatch):
+def test_drives_on_one_file_system_get_separate_stable_lock_names(tmp_path, monkeypatch):
     names = []
 
     class Named(FairLock):
@@ -108,7 +108,7 @@ class _AtOnce:
         return 4096
 
 
-def test_deepnvmes_handle_waits_for_its_turn(tmp_path):
+def test_rate_limited_deepnvme_handle_waits_for_the_clock(tmp_path):
     handle = RateLimitedHandle(_AtOnce(), SharedRateLimiter(tmp_path / "clock", READ, WRITE))
     begin = time.monotonic()
     handle.async_pread(torch.empty(400_000), "a")
@@ -118,7 +118,7 @@ def test_deepnvmes_handle_waits_for_its_turn(tmp_path):
     assert handle.get_block_size() == 4096
 
 
-def test_two_folders_on_one_drive_take_turns_together_and_one_line_says_so(tmp_path, caplog):
+def test_two_folders_on_one_drive_work_and_log_one_message(tmp_path, caplog):
     folders = [str(tmp_path / name) for name in "ab"]
     config = DirectEngineConfig(control_folder=str(tmp_path), volatile=True)
     with open_paths.open_paths(folders, "tests", config=config, exclusive=True, placement=[1, 1]) as tier:

@@ -32,6 +32,6 @@ def test_bash_completes_commands_and_options(capsys, words, offered):
     assert completed(capsys.readouterr().out, words) == offered
 
 
-def test_another_shell_is_one_line(capsys):
+def test_unknown_shell_gives_one_line_error(capsys):
     assert main(["completion", "fish"]) == 2
     assert "shell: 'fish' is unknown; choose one of bash, zsh, tcsh" in capsys.readouterr().err

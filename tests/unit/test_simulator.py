@@ -32,19 +32,19 @@ def times(simulated):
     return {event.name: (event.begin_s, event.end_s) for event in simulated.events}
 
 
-def test_a_fifo_resource_serves_one_task_at_a_time_in_the_order_of_readiness():
+def test_fifo_resource_serves_tasks_in_order_one_at_a_time():
     tasks = [Task(name=f"t{i}", phase="p", needs={"gpu": 10.0}) for i in range(3)]
     assert times(simulate(tasks, machine(gpu=Fifo(rate=5.0)))) == {"t0": (0, 2), "t1": (2, 4), "t2": (4, 6)}
 
 
-def test_two_tasks_share_a_link_and_the_second_speeds_up_when_the_first_ends():
+def test_task_speeds_up_when_another_leaves_the_shared_link():
     tasks = [Task(name="small", phase="p", needs={"dram": 10.0}), Task(name="large", phase="p", needs={"dram": 30.0})]
     simulated = simulate(tasks, machine(dram=Shared(rate=10.0)))
     assert times(simulated)["small"][1] == pytest.approx(2.0)  # both at 5 per second
     assert simulated.seconds == pytest.approx(4.0)  # the link is used completely
 
 
-def test_max_min_shares_leave_to_others_what_a_slow_task_cannot_use():
+def test_max_min_sharing_gives_unused_capacity_to_other_tasks():
     """The optimizer needs 2 of DRAM's 10 per second; the copy gets the other 8."""
     tasks = [
         Task(name="adam", phase="p", needs={"cpu": 10.0, "dram": 20.0}),
@@ -61,7 +61,7 @@ def test_a_task_ends_when_its_slowest_resource_has_served_it():
 
 
 @pytest.mark.parametrize(("duplex", "seconds"), [(True, 4.0), (False, 6.0)])
-def test_a_duplex_path_reads_and_writes_at_once_and_a_simplex_path_in_turn(duplex, seconds):
+def test_duplex_drive_overlaps_reads_and_writes_but_simplex_does_not(duplex, seconds):
     tasks = [
         Task(name="read", phase="p", needs={"ssd.read": 20.0}),
         Task(name="write", phase="p", needs={"ssd.write": 20.0}),
@@ -81,7 +81,7 @@ def test_the_number_of_buffers_decides_what_overlaps(buffers, seconds):
     assert simulated.peak("buffers") == (1 if buffers == 1 else 2)
 
 
-def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
+def test_write_that_frees_a_buffer_overtakes_a_waiting_read():
     tasks = [
         Task(name="old", phase="p", takes={"buffers": 1}),
         Task(
@@ -95,7 +95,7 @@ def test_a_write_that_frees_a_buffer_overtakes_a_read_that_waits_for_one():
     }
 
 
-def test_a_large_request_of_a_pool_is_not_starved_by_small_ones_behind_it():
+def test_large_pool_request_is_not_starved_by_later_small_ones():
     tasks = [Task(name="first", phase="p", needs={"a": 2.0}, takes={"m": 1}, gives={"m": 1})]
     tasks.append(Task(name="large", phase="p", needs={"b": 1.0}, takes={"m": 2}, gives={"m": 2}))
     tasks += [Task(name=f"s{i}", phase="p", needs={f"c{i}": 5.0}, takes={"m": 1}, gives={"m": 1}) for i in range(2)]
@@ -111,7 +111,7 @@ def test_a_lock_is_held_by_one_rank_at_a_time():
     assert simulated.seconds == pytest.approx(9.0)
 
 
-def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
+def test_circular_waits_and_pool_deadlocks_are_reported():
     both = [Task(name="a", phase="p", after=("b",)), Task(name="b", phase="p", after=("a",))]
     with pytest.raises(ValueError, match=r"circular wait between tasks: a, b"):
         simulate(both, machine())
@@ -135,7 +135,7 @@ def test_what_goes_round_in_circles_or_never_comes_back_is_one_line():
         (Task(name="t", phase="p", needs={"gpu": -1.0}), "amounts are finite and >= 0"),
     ],
 )
-def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
+def test_invalid_task_is_refused_with_the_reason(task, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         simulate([task], machine({"m": 2}, gpu=Fifo(), ssd=Drive(read=1.0, write=1.0)))
 
@@ -146,9 +146,7 @@ def test_a_task_that_cannot_be_played_is_refused_by_name(task, said):
     blocks=st.integers(1, 30),
     shared=st.integers(0, 20),
 )
-def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_plus_fill_and_drain(
-    stages, blocks, shared
-):
+def test_pipeline_takes_between_roofline_and_roofline_plus_fill_and_drain(stages, blocks, shared):
     """Return equal blocks that pass through a chain of FIFO stages, each of which also loads DRAM."""
     tasks = []
     for block in range(blocks):
@@ -178,7 +176,7 @@ def test_a_pipeline_with_infinite_pools_lies_between_its_roofline_and_roofline_p
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_random_graphs_take_at_least_the_roofline_and_at_most_everything_one_after_the_other(seed):
+def test_random_graphs_take_between_roofline_and_serial_time(seed):
     rng = random.Random(seed)
     kinds = ["gpu", "ssd.read", "ssd.write", "dram"]
     tasks = []
@@ -198,7 +196,7 @@ def test_random_graphs_take_at_least_the_roofline_and_at_most_everything_one_aft
     assert simulate(tasks, testbed) == simulated
 
 
-def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_path):
+def test_trace_round_trips_and_has_rows_for_perfetto(tmp_path):
     tasks = [
         Task(name="read", phase="forward", needs={"ssd.read": 20.0}),
         Task(name="block", phase="forward", rank=1, needs={"gpu": 3.0}, after=("read",)),
@@ -214,19 +212,19 @@ def test_a_trace_is_read_back_as_it_was_written_and_perfetto_finds_its_rows(tmp_
     assert simulated.bottleneck() == "gpu"
 
 
-def test_overlapping_events_of_a_resource_are_busy_once():
+def test_overlapping_events_count_once_as_busy_time():
     events = [Event(name=str(b), phase="p", resource="r", begin_s=b, end_s=e) for b, e in ((0, 2), (1, 3), (5, 6))]
     assert busy_s(events) == {"p": {"r": 4.0}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"format": "memascend step trace", "version": 99}}'])
-def test_a_file_that_is_no_trace_is_one_line(tmp_path, text):
+def test_invalid_trace_file_is_named_in_the_error(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json"):
         read_trace(tmp_path / "x.json")
 
 
-def test_a_claim_cannot_be_judged_by_a_constant_that_its_expectation_fed():
+def test_claim_is_refused_if_its_expectation_calibrated_a_constant():
     fitted = Calibration(
         name="gpu_efficiency",
         value=0.449,

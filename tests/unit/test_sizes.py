@@ -47,7 +47,7 @@ def functions(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_the_count_of_a_function():
+def test_lines_and_parameters_of_functions_are_counted():
     text = "class A:\n    def f(self, a, /, b, *, c):\n        return a\n\ndef g(*args, **more):\n    pass\n"
     assert functions(text) == {"f": (2, 3), "g": (2, 0)}
 
@@ -85,7 +85,7 @@ def test_functions_have_few_parameters():
 
 
 @pytest.mark.parametrize("place", MANY_PARAMETERS)
-def test_the_reason_of_many_parameters_stands_beside_the_function(place):
+def test_reason_for_many_parameters_precedes_the_function(place):
     file, _, name = place.partition(": ")
     lines = (ROOT / file).read_text().splitlines()
     above = [before.strip() for before, line in itertools.pairwise(lines) if line.strip().startswith(f"def {name}(")]

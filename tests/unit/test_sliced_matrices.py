@@ -90,7 +90,7 @@ def assert_equal(engine, other):
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [{}, {"tied": True}, {"bias": True}], ids=["untied", "tied", "bias"])
-def test_slices_that_stream_train_as_slices_in_memory_to_the_last_bit(tmp_path, arm, dtype, shape):
+def test_streamed_slices_train_bit_identically_to_slices_in_memory(tmp_path, arm, dtype, shape):
     ours, theirs = model(dtype, **shape), model(dtype, **shape)
     engine = streamed(ours, tmp_path, arm=arm)
     undo = slice_in_memory(theirs, piece_elements=PIECE)
@@ -103,7 +103,7 @@ def test_slices_that_stream_train_as_slices_in_memory_to_the_last_bit(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_embedding_alone_has_the_bits_of_torch_used_twice_and_evaluated_in_between(tmp_path):
+def test_embedding_used_twice_with_evaluation_between_matches_torch_exactly(tmp_path):
     """No sum is over the vocabulary here; the head is small enough not to be sliced."""
     ours, theirs = model(uses=2, answers=100), model(uses=2, answers=100)
     engine, data = streamed(ours, tmp_path), batches(3)
@@ -118,7 +118,7 @@ def test_an_embedding_alone_has_the_bits_of_torch_used_twice_and_evaluated_in_be
     engine.close()
 
 
-def test_sums_by_slices_are_those_without_within_rounding(tmp_path):
+def test_sliced_losses_equal_unsliced_ones_within_rounding(tmp_path):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path)
     torch.testing.assert_close(train(ours, engine, batches(3)), train_in_memory(theirs, batches(3)), rtol=1e-5, atol=0)
@@ -144,7 +144,7 @@ def test_the_host_peak_does_not_grow_with_the_vocabulary(tmp_path):
     held.close()
 
 
-def test_gradients_of_several_passes_and_a_norm_for_all_of_them(tmp_path):
+def test_norm_and_clipping_cover_gradients_of_all_accumulated_passes(tmp_path):
     for shape in ({}, {"tied": True}):
         ours, theirs = model(**shape), model(**shape)
         engine, undo = streamed(ours, tmp_path, accumulate=2, clip=0.1), slice_in_memory(theirs, piece_elements=PIECE)
@@ -163,7 +163,7 @@ def test_gradients_of_several_passes_and_a_norm_for_all_of_them(tmp_path):
         undo()
 
 
-def test_a_pass_whose_backward_never_comes_leaves_nothing_behind(tmp_path):
+def test_forward_without_backward_does_not_affect_later_training(tmp_path):
     ours, theirs = model(tied=True), model(tied=True)
     engine, undo = streamed(ours, tmp_path), slice_in_memory(theirs, piece_elements=PIECE)
     data = batches(3)
@@ -175,7 +175,7 @@ def test_a_pass_whose_backward_never_comes_leaves_nothing_behind(tmp_path):
     undo()
 
 
-def test_a_step_that_is_given_up_in_the_head_is_done_again(tmp_path):
+def test_step_that_failed_in_backward_is_repeated_exactly(tmp_path):
     ours, theirs = model(tied=True), model(tied=True)
     engine, undo = streamed(ours, tmp_path), slice_in_memory(theirs, piece_elements=PIECE)
     data = batches(2)
@@ -189,7 +189,7 @@ def test_a_step_that_is_given_up_in_the_head_is_done_again(tmp_path):
     undo()
 
 
-def test_state_dicts_hold_whole_matrices_and_a_resume_goes_on(tmp_path):
+def test_state_dicts_hold_whole_matrices_and_training_resumes_exactly(tmp_path):
     data, theirs = batches(4), model(bias=True)
     undo = slice_in_memory(theirs, piece_elements=PIECE)
     options = EngineOptions(piece_elements=PIECE, checkpoints="device")
@@ -215,7 +215,7 @@ def test_state_dicts_hold_whole_matrices_and_a_resume_goes_on(tmp_path):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_loss_by_slices_is_the_chunked_one(softcap, bias):
+def test_sliced_loss_equals_the_chunked_loss(softcap, bias):
     torch.manual_seed(0)
     transform = LogitTransform(scale=0.5, softcap=softcap)
     hidden, labels = torch.randn(2, 40, HIDDEN), torch.randint(0, VOCABULARY, (2, 40))
@@ -236,7 +236,7 @@ def test_the_loss_by_slices_is_the_chunked_one(softcap, bias):
         torch.testing.assert_close(by_slices, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_slices_begin_where_sums_of_squares_do():
+def test_slices_begin_at_boundaries_of_partial_sums_of_squares():
     for width, limit in ((3584, 1 << 24), (100, 1 << 22), (64, 1 << 16)):
         size = rows_of_a_slice(width, limit) * width
         assert size % (1 << 16) == 0
@@ -245,7 +245,7 @@ def test_slices_begin_where_sums_of_squares_do():
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_for_the_gradient_of_a_matrix_is_refused_by_name(tmp_path, kind):
+def test_gradient_hook_of_sliced_matrix_is_refused_by_name(tmp_path, kind):
     ours = model()
     engine = streamed(ours, tmp_path)
     handle = getattr(ours.embedding.weight, kind)(lambda _: None)
@@ -257,7 +257,7 @@ def test_a_hook_for_the_gradient_of_a_matrix_is_refused_by_name(tmp_path, kind):
     engine.close()
 
 
-def test_a_matrix_in_a_block_has_its_hooks(tmp_path):
+def test_matrix_in_a_block_keeps_its_gradient_hook(tmp_path):
     ours, seen = model(), []
     blocks = [*ours.layers, ours.embedding]
     engine = StreamingEngine.start(
@@ -269,7 +269,7 @@ def test_a_matrix_in_a_block_has_its_hooks(tmp_path):
     engine.close()
 
 
-def test_what_computes_otherwise_is_held_whole(tmp_path):
+def test_embedding_that_computes_otherwise_is_not_sliced(tmp_path):
     class Scaled(nn.Embedding):
         def forward(self, ids):
             return super().forward(ids) * 2
@@ -285,7 +285,7 @@ def test_what_computes_otherwise_is_held_whole(tmp_path):
 
 
 @pytest.mark.parametrize("label", [-1, 24, 1 << 40])
-def test_a_label_out_of_bounds_is_an_index_error_as_in_torch(label):
+def test_label_out_of_bounds_raises_index_error_as_in_torch(label):
     head = nn.Linear(8, 24)
     labels = torch.tensor([3, label, -100])
     with pytest.raises(IndexError):

@@ -113,7 +113,7 @@ def assert_equal(ours, theirs):
     ],
     ids=["vertical", "fp32 states", "horizontal", "8 bits", "naive"],
 )
-def test_fifty_steps_of_which_some_are_done_again_have_the_bits_of_waiting(tmp_path, noisy, options):
+def test_speculation_with_repeated_steps_matches_waiting_bit_for_bit(tmp_path, noisy, options):
     ours = Loop(tmp_path / "ours", model_of(noisy), **options).run()
     found = ours.left()
     theirs = Loop(tmp_path / "theirs", model_of(noisy), repeatable=False, **options).run()
@@ -124,7 +124,7 @@ def test_fifty_steps_of_which_some_are_done_again_have_the_bits_of_waiting(tmp_p
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 3}], ids=["one pass", "vertical"])
-def test_a_step_that_is_not_clipped_moves_what_one_without_clipping_does(tmp_path, options):
+def test_unclipped_step_moves_as_many_bytes_as_without_clipping(tmp_path, options):
     moved = {}
     for way, more in (("without", {"clip": 0.0}), ("speculated", {}), ("waiting", {"repeatable": False})):
         moved[way] = Loop(tmp_path / way, model_of(False), **options, **more).run(4, ()).moved[-1]
@@ -133,7 +133,7 @@ def test_a_step_that_is_not_clipped_moves_what_one_without_clipping_does(tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, {"states": torch.bfloat16, "accumulate": 2}], ids=["one pass", "two passes"])
-def test_a_step_that_is_done_again_moves_both(tmp_path, options):
+def test_repeated_step_moves_bytes_of_speculation_and_waiting(tmp_path, options):
     """The break-even share is derived from this."""
     more = {"order": "horizontal", **options}
     loop = Loop(tmp_path / "ours", model_of(False), **more).run(4, (3,))
@@ -145,7 +145,7 @@ def test_a_step_that_is_done_again_moves_both(tmp_path, options):
     assert even == pytest.approx(1 - speculated / waiting, abs=0.01)
 
 
-def test_an_overflow_is_left_out_whichever_way_the_step_was_made(tmp_path):
+def test_overflow_step_is_skipped_with_or_without_speculation(tmp_path):
     """fp16, with a loss scale that overflows in some steps, and clipping in others."""
 
     def run(repeatable):
@@ -174,7 +174,7 @@ def test_an_overflow_is_left_out_whichever_way_the_step_was_made(tmp_path):
     ],
     ids=["one version", "torn", "after backward", "asked for", "rounded", "not clipped"],
 )
-def test_gradients_wait_where_speculation_cannot_be(tmp_path, dtype, options):
+def test_gradients_wait_where_speculation_is_impossible(tmp_path, dtype, options):
     loop = Loop(tmp_path / "ours", model_of(False, dtype), **options).run(5, ())
     theirs = Loop(tmp_path / "theirs", model_of(False, dtype), repeatable=False, **options).run(5, ())
     assert loop.engine.speculation.speculated == 0
@@ -182,7 +182,7 @@ def test_gradients_wait_where_speculation_cannot_be(tmp_path, dtype, options):
     assert loop.moved[2:] == pytest.approx(theirs.moved[2:], rel=0.001)
 
 
-def test_a_generator_object_of_the_model_keeps_gradients_waiting(tmp_path):
+def test_generator_object_in_the_model_prevents_speculation(tmp_path):
     """There is no way to restore it."""
     model = model_of(False)
     model[0].numbers = iter(range(100))
@@ -206,7 +206,7 @@ def _layout(tmp_path):
     loop.engine.close()
 
 
-def test_it_begins_after_steps_that_are_not_clipped_and_ends_where_many_are(layout):
+def test_speculation_begins_after_unclipped_steps_and_ends_after_clipped_ones(layout):
     calm, _ = decisions([False] * 6, layout)
     assert calm == [False, False, True, True, True, True]
     early, _ = decisions([True] * 10 + [False] * 40, layout)
@@ -219,14 +219,14 @@ def test_it_begins_after_steps_that_are_not_clipped_and_ends_where_many_are(layo
     assert late[20:] == [True, True, True, False, False, False]
 
 
-def test_what_was_seen_is_taken_over(layout):
+def test_expected_share_of_clipped_steps_is_carried_over(layout):
     _, before = decisions([True, False, False, True, False], layout)
     after = Speculation(layout, EngineOptions(clip=1.0), {})
     after.take_over(before.facts())
     assert after.expected == before.expected != Speculation(layout, EngineOptions(clip=1.0), {}).expected
 
 
-def test_each_decision_is_told_once_with_its_reason(layout):
+def test_each_decision_is_reported_once_with_its_reason(layout):
     _, speculation = decisions([False] * 20 + [True] * 6, layout)
     waits, begins, ends = speculation.take_news()
     assert "gradients wait for their norm: 50% of the steps are expected to be clipped" in waits

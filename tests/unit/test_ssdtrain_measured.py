@@ -57,7 +57,7 @@ def test_fig_6_compares_peak_seconds_and_waits_at_batch_16():
     assert (least["value"], least["testbed"], least["source"]) == ("50", "here/twins", f"{'k' * 64} {'k' * 64}")
 
 
-def test_fig_7_has_a_point_a_batch_and_the_ratios_of_its_claims():
+def test_fig_7_has_one_point_per_batch_and_claimed_ratios():
     rows = list(measured([record()]))
     points = found(rows, "ssdtrain-fig07a", "model throughput of the twin")
     assert [point["x_value"] for point in points] == ["0.0625", "0.5", "1"]
@@ -68,7 +68,7 @@ def test_fig_7_has_a_point_a_batch_and_the_ratios_of_its_claims():
     assert other == {"ssdtrain-fig07b"}
 
 
-def test_fig_8a_tells_what_a_sequence_costs_by_batch():
+def test_fig_8a_shows_cost_per_sequence_by_batch():
     rows, base = list(measured([record()])), "No offloading"
     assert number(rows, "ssdtrain-fig08a", "weights update of the twin", base, model="batch 8") == 1000 * 0.5 / 8
     gain = number(rows, "ssdtrain-fig08a", "throughput improvement over batch 1", base, model="batch 8")
@@ -79,11 +79,11 @@ def test_fig_8a_tells_what_a_sequence_costs_by_batch():
 
 
 @pytest.mark.parametrize("changes", [{"status": "timeout"}, {"benchmark": "nvme"}, {"kind": "training"}])
-def test_other_records_are_left_alone(changes):
+def test_other_records_give_no_rows(changes):
     assert list(measured([record(**changes)])) == []
 
 
-def test_a_record_of_keeping_and_sending_alone_has_rows():
+def test_record_without_recomputation_still_gives_rows():
     short = record()
     short["points"] = [point for point in short["points"] if point["method"] in ("keep", "ssd")]
     rows = list(measured([short]))

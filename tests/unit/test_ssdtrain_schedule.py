@@ -51,7 +51,7 @@ def spans(simulated):
     return {event.name: (event.begin_s, event.end_s) for event in simulated.events}
 
 
-def test_what_is_written_is_what_the_plan_counts():
+def test_step_writes_as_many_bytes_as_the_plan_counts():
     assert step_of(work()).volume().activation_bytes == activation_writes(work()) == (SPEC.layers - 1) * BLOCK
     published = step_of(work("as_published")).volume()
     assert published.activation_bytes == published.total_write_bytes == SPEC.layers * BLOCK
@@ -74,7 +74,7 @@ def test_wear_counts_activations_once():
     assert wear.untimed_bytes == wear.activation_bytes > 0
 
 
-def test_a_fast_drive_costs_no_time_and_recomputing_costs_a_forward_pass_of_the_blocks():
+def test_fast_drive_is_free_and_recomputing_costs_one_forward_pass():
     kept, again = made("keep").seconds, made("recompute").seconds
     assert made().seconds == pytest.approx(kept)
     assert made("as_published").seconds == pytest.approx(kept)
@@ -82,7 +82,7 @@ def test_a_fast_drive_costs_no_time_and_recomputing_costs_a_forward_pass_of_the_
     assert again - kept == pytest.approx((kept - 3 * head) / 3)
 
 
-def test_memory_at_the_worst_instant_by_hand():
+def test_peak_memory_matches_manual_calculation():
     assert peak("keep") == pytest.approx(SPEC.layers * BLOCK + LOSS)
     assert peak("recompute") == pytest.approx(SPEC.layers * INPUT + max(BLOCK, LOSS))
     assert peak() == pytest.approx(BLOCK + LOSS)
@@ -92,7 +92,7 @@ def test_memory_at_the_worst_instant_by_hand():
     assert saved == pytest.approx(SPEC.layers * 4096 * (2 * 10 + 24) * SPEC.hidden)
 
 
-def test_loads_follow_one_another_in_the_reverse_order_of_stores_and_a_piece_ahead():
+def test_loads_come_in_reverse_order_of_stores_one_piece_ahead():
     simulated = made().simulated
     stores, loads = ([e.name for e in simulated.events if e.resource == f"ssd.{way}"] for way in ("write", "read"))
     assert len(stores) == len(loads) == 4 * (SPEC.layers - 1)
@@ -103,7 +103,7 @@ def test_loads_follow_one_another_in_the_reverse_order_of_stores_and_a_piece_ahe
         assert at[name][0] >= at[name.replace("load", "backward")][0] - 2 * (at["forward 0: block 0.0"][1] * 2)
 
 
-def test_what_a_slow_drive_has_not_taken_is_forwarded_and_not_read():
+def test_unwritten_pieces_of_slow_drive_are_forwarded_instead_of_read():
     regions = regions_of(step_of(work(), SLOW, IDEAL))
     late = {region.piece.name for region in regions if region.forwarded}
     offloaded = [region.piece.name for region in regions if region.policy == OFFLOAD]
@@ -114,13 +114,13 @@ def test_what_a_slow_drive_has_not_taken_is_forwarded_and_not_read():
     assert peak() < peak(machine=SLOW) < peak("keep")
 
 
-def test_a_drive_that_does_not_suffice_makes_the_step_as_long_as_its_own_work():
+def test_insufficient_drive_determines_the_step_time():
     slower = dataclasses.replace(MACHINE, ssd_read_bytes_per_s=20e9, ssd_write_bytes_per_s=20e9)
     busy = step_of(work(), slower, IDEAL).volume().total_bytes / 20e9
     assert made("keep").seconds < busy <= made(machine=slower).seconds < 1.25 * busy
 
 
-def test_the_hybrid_writes_what_the_drive_takes_in_forward_and_costs_no_time():
+def test_hybrid_writes_what_the_drive_absorbs_without_costing_time():
     seconds = sum(piece.flops for piece in step_of(work()).pieces) / 100e12
     written = step_of(work("hybrid"), SLOW, IDEAL).volume().activation_bytes
     assert 0.8 * 30e9 * seconds < written <= 0.9 * 30e9 * seconds
@@ -130,7 +130,7 @@ def test_the_hybrid_writes_what_the_drive_takes_in_forward_and_costs_no_time():
 
 
 @pytest.mark.parametrize("accumulation", [2, 5])
-def test_micro_batches_move_their_bytes_and_take_their_seconds_and_share_the_memory(accumulation):
+def test_micro_batches_multiply_bytes_and_time_but_not_memory(accumulation):
     one, several = made(), made(accumulation=accumulation)
     assert several.seconds == pytest.approx(accumulation * one.seconds)
     assert several.simulated.peak(SAVED) == pytest.approx(one.simulated.peak(SAVED))
@@ -138,7 +138,7 @@ def test_micro_batches_move_their_bytes_and_take_their_seconds_and_share_the_mem
     assert whole == pytest.approx(accumulation * activation_writes(work()))
 
 
-def test_every_block_can_have_a_policy_of_its_own():
+def test_every_block_can_have_its_own_policy():
     step = Step(work(), MACHINE, IDEAL)
     policies = [OFFLOAD] * 6 + [RECOMPUTE] * 6 + [KEEP] * 4
     regions = regions_of(step, policies)
@@ -154,7 +154,7 @@ def test_every_block_can_have_a_policy_of_its_own():
 
 
 @pytest.mark.parametrize("arm", ["ssdtrain", "hybrid", "as_published", "keep", "recompute"])
-def test_all_memory_is_given_back(arm):
+def test_all_memory_is_released(arm):
     for machine in (MACHINE, SLOW):
         levels = made(arm, machine).simulated.levels
         assert [changes[-1][1] for changes in levels.values()] == pytest.approx([0.0] * len(levels), abs=1.0)

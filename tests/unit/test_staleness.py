@@ -72,7 +72,7 @@ def digest(root: Path) -> str:
         "memascend/planner/models/small.json",
     ],
 )
-def test_a_change_of_what_measured_makes_a_record_stale(tree: Path, name: str) -> None:
+def test_change_to_a_used_file_makes_a_record_stale(tree: Path, name: str) -> None:
     before = digest(tree)
     (tree / name).write_text(FILES[name] + "\n# changed\n")
     assert digest(tree) != before
@@ -94,14 +94,14 @@ def test_a_change_of_what_measured_makes_a_record_stale(tree: Path, name: str) -
         "memascend/planner/models/new.json",
     ],
 )
-def test_any_other_change_leaves_it_alone(tree: Path, name: str) -> None:
+def test_any_other_change_keeps_a_record_current(tree: Path, name: str) -> None:
     before = digest(tree)
     (tree / name).parent.mkdir(exist_ok=True)
     (tree / name).write_text("changed = True\n")
     assert digest(tree) == before
 
 
-def test_a_function_of_a_package_counts_where_the_package_itself_is_asked_for(tree: Path) -> None:
+def test_function_imports_count_when_the_package_itself_is_imported(tree: Path) -> None:
     (tree / "memascend/child.py").write_text("import memascend\nmemascend.enable()\n")
     assert "memascend.unused" in Tree(tree).closure(PROGRAM)
 
@@ -129,7 +129,7 @@ def test_a_system_outside_of_the_repository_counts(tree: Path, tmp_path: Path, m
         ((PROGRAM, [], ["huge"]), "model 'huge'"),
     ],
 )
-def test_what_is_not_there_is_named(tree: Path, arguments: tuple, said: str) -> None:
+def test_missing_module_system_or_model_is_named(tree: Path, arguments: tuple, said: str) -> None:
     with pytest.raises(ValueError, match=f"there is no {said}"):
         Tree(tree).files(*arguments)
 
@@ -141,7 +141,7 @@ def program(name: str) -> str:
     return f"workflows.run.{name}"
 
 
-def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> None:
+def test_training_closure_contains_all_backends_and_only_its_system() -> None:
     loaded = {place.partition(":")[0] for place in backends._CLASSES.values()}
     for name in systems.names():
         closure = HERE.closure(program("training"), [name])
@@ -150,7 +150,7 @@ def test_every_backend_and_every_system_is_in_the_closure_of_a_training() -> Non
         assert not others & closure
 
 
-def test_every_module_that_loads_by_a_name_that_no_text_holds_is_listed() -> None:
+def test_modules_that_import_by_computed_name_are_listed() -> None:
     """A new one belongs in DYNAMIC, or names what it loads in a string, as these do."""
     in_strings = {"memascend.training.backends", "memascend.bench.adamw", "memascend.bench.overflow"}
     not_measuring = {f"workflows.derive.{name}" for name in ("server", "table")}
@@ -173,7 +173,7 @@ def test_a_bench_does_not_depend_on_the_other_commands() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_training_really_imports_is_in_its_closure() -> None:
+def test_modules_a_training_imports_are_in_its_closure() -> None:
     code = (
         "import sys, memascend, memascend.systems, memascend.training.backends as b\n"
         "from workflows.run import child, training\n"

@@ -34,7 +34,7 @@ def modes(folder):
     }
 
 
-def test_the_states_of_a_streamed_model_are_readable_by_their_owner_alone(tmp_path):
+def test_states_of_streamed_model_are_readable_only_by_owner(tmp_path):
     before = os.umask(0o022)
     try:
         session = streaming(tmp_path / "run", allocator=PageAlignedPinnedAllocator(Ledger(), lock=False))
@@ -53,7 +53,7 @@ def test_the_states_of_a_streamed_model_are_readable_by_their_owner_alone(tmp_pa
     assert not {name: oct(mode) for name, mode in found.items() if mode & 0o077}
 
 
-def test_a_link_in_the_place_of_the_states_is_not_followed(tmp_path):
+def test_link_in_place_of_state_file_is_not_followed(tmp_path):
     victim, folder = tmp_path / "victim", tmp_path / "run"
     victim.write_text("keep me")
     folder.mkdir()
@@ -65,7 +65,7 @@ def test_a_link_in_the_place_of_the_states_is_not_followed(tmp_path):
     assert victim.read_text() == "keep me"
 
 
-def test_swap_files_are_readable_by_their_owner_alone(tmp_path):
+def test_swap_files_are_readable_only_by_their_owner(tmp_path):
     tier = FileTier(tmp_path, "test")
     tier.write("a", torch.ones(4096)).wait()
     found = {name: mode for name, mode in modes(tmp_path).items() if name != "."}
@@ -93,7 +93,7 @@ def test_ctrl_c_ends_a_wait_for_a_path_that_hangs(tmp_path, limit_s):
     os.close(writer)
 
 
-def test_a_link_in_the_place_of_a_file_of_tensors_is_not_followed(tmp_path):
+def test_symbolic_link_in_place_of_tensor_file_is_not_followed(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("keep me")
     (tmp_path / "file").symlink_to(victim)
@@ -106,7 +106,7 @@ def test_a_link_in_the_place_of_a_file_of_tensors_is_not_followed(tmp_path):
     assert stat.S_IMODE((tmp_path / "states").stat().st_mode) == 0o600
 
 
-def test_the_native_engine_writes_through_no_link(tmp_path):
+def test_native_engine_does_not_write_through_links(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("keep me")
     (tmp_path / "file").symlink_to(victim)
@@ -117,13 +117,13 @@ def test_the_native_engine_writes_through_no_link(tmp_path):
     assert victim.read_text() == "keep me"
 
 
-def test_states_of_a_checkpoint_are_in_a_folder_of_their_owner_s(tmp_path):
+def test_checkpoint_state_folder_is_private_to_its_owner(tmp_path):
     partial = checkpoint.begin(tmp_path / "checkpoints", 3)
     assert stat.S_IMODE((partial / "state").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("was_there", [False, True])
-def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypatch, was_there):
+def test_failed_allocation_of_states_leaves_folder_as_it_was(tmp_path, monkeypatch, was_there):
     def refused(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -145,7 +145,7 @@ def test_states_that_have_no_room_leave_the_folder_as_it_was(tmp_path, monkeypat
     assert folder.exists() == was_there
 
 
-def test_a_store_that_finds_no_room_for_what_its_processes_share_leaves_nothing(tmp_path):
+def test_engine_without_room_for_its_shared_file_leaves_nothing(tmp_path):
     path = tmp_path / "device"
     with path.open("wb") as file:
         file.truncate(8 << 20)

@@ -34,7 +34,7 @@ def store(tmp_path, capsys):
     return paths
 
 
-def test_a_store_is_made_listed_verified_collected_and_unmade(store, tmp_path, capsys):
+def test_store_can_be_created_listed_verified_collected_and_destroyed(store, tmp_path, capsys):
     folder = ("--control-folder", tmp_path)
     status, out, _ = run(capsys, "ls", *store, *folder)
     assert status == 0
@@ -63,7 +63,7 @@ def test_damage_is_named_and_repaired_on_request(store, tmp_path, capsys):
     assert run(capsys, "verify", *store, *folder)[1] == "1 tensors are whole"
 
 
-def test_format_makes_no_file_and_touches_none_without_its_word(tmp_path, capsys):
+def test_format_creates_no_file_without_confirmation(tmp_path, capsys):
     paths, words = fresh(tmp_path)
     status, _, err = run(capsys, "format", *paths, "--owner", "x", "--size", "4M")
     assert status == 2
@@ -75,7 +75,7 @@ def test_format_makes_no_file_and_touches_none_without_its_word(tmp_path, capsys
     assert f"there is no {paths[0]}: name a device" in run(capsys, "format", *paths, *words, "--owner", "x")[2]
 
 
-def test_a_file_with_contents_stays_as_it_is(tmp_path, capsys):
+def test_format_refuses_a_file_with_unknown_contents(tmp_path, capsys):
     path = tmp_path.resolve() / "thesis.tex"
     path.write_bytes(b"years of work" + bytes(4 << 20))
     before = path.read_bytes()
@@ -93,7 +93,7 @@ def test_one_device_under_two_names_is_refused(tmp_path, capsys):
     assert "same device" in run(capsys, "format", path, tmp_path / "b", *words, "--owner", "x")[2]
 
 
-def test_destroy_asks_for_owner_word_and_the_whole_set(store, tmp_path, capsys):
+def test_destroy_requires_the_owner_confirmations_and_all_devices(store, tmp_path, capsys):
     folder = ("--control-folder", tmp_path)
     words = [word for path in store for word in ("--serial", path)]
     for wrong, reason in (
@@ -117,7 +117,7 @@ def test_destroy_is_refused_while_an_engine_runs(store, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("size", ["0", "4X", "-1", "M", "4.5G"])
-def test_sizes_that_make_no_sense(tmp_path, capsys, size):
+def test_format_refuses_invalid_sizes(tmp_path, capsys, size):
     paths, words = fresh(tmp_path, 1)
     assert "is not a size" in run(capsys, "format", *paths, *words, "--owner", "x", f"--size={size}")[2]
 
@@ -130,7 +130,7 @@ def test_a_missing_device_is_named_with_the_fix(tmp_path, capsys, action):
     assert err.startswith(f"memascend: error: there is no {gone}: name ")
 
 
-def test_a_file_that_cannot_be_made_is_named_with_the_fix_and_leaves_nothing(tmp_path, capsys):
+def test_failed_file_creation_names_the_fix_and_leaves_nothing(tmp_path, capsys):
     path = tmp_path.resolve() / "no folder" / "device"
     assert (
         f"there is no {path.parent}: make"
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_made_is_named_with_the_fix_and_leaves_nothing(tmp
     assert not large.exists()
 
 
-def test_a_file_with_other_contents_is_not_offered_to_format(tmp_path, capsys):
+def test_gc_does_not_suggest_formatting_a_file_with_contents(tmp_path, capsys):
     other = tmp_path / "thesis.tex"
     other.write_bytes(b"years of work" * 1000)
     err = run(capsys, "gc", other, "--control-folder", tmp_path)[2]

@@ -31,7 +31,7 @@ def others_objects_are_not_looked_at_again():
     gc.freeze()
 
 
-def test_a_closed_session_says_so_whatever_is_asked_of_it(tmp_path):
+def test_any_use_of_a_closed_session_gives_one_line_error(tmp_path):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, batches(1))
@@ -55,7 +55,7 @@ def test_a_closed_session_says_so_whatever_is_asked_of_it(tmp_path):
         session.engine.nothing_of_this_name  # noqa: B018
 
 
-def test_a_folder_that_is_open_in_this_process_is_refused_at_once(tmp_path):
+def test_folder_open_in_this_process_is_refused_immediately(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     began = time.monotonic()
@@ -96,7 +96,7 @@ def with_a_backward_that_fails(layer, inputs, result):
     ids=["as it is", "clipping", "accumulating", "int8 with swapped activations", "naive and waiting"],
 )
 @pytest.mark.parametrize("at", ["after a step", "after forward", "in a backward that failed", "after backward"])
-def test_a_store_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed_here(tmp_path, options, at):
+def test_dropped_session_releases_its_resources_and_can_be_resumed(tmp_path, options, at):
     """A notebook cell that is run again does this, and so does a function that sweeps over settings."""
     data = batches(4)
 
@@ -145,7 +145,7 @@ def test_a_store_that_is_dropped_without_close_leaves_nothing_and_may_be_resumed
     ],
     ids=["deeper", "less deep", "another dtype", "wider"],
 )
-def test_another_model_than_the_folder_s_is_named_by_the_first_difference(tmp_path, other, message):
+def test_mismatched_model_is_refused_naming_the_first_difference(tmp_path, other, message):
     begin(model(), tmp_path / "run")[0].close()
     with pytest.raises(NotThisModel, match=rf"{message}\. Create the model as it was") as error:
         begin(model(**other), tmp_path / "run", resume=True)
@@ -155,7 +155,7 @@ def test_another_model_than_the_folder_s_is_named_by_the_first_difference(tmp_pa
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("wait", [False, True])
-def test_a_loss_scaler_is_one_line_that_says_what_to_do(tmp_path, unscales, wait):
+def test_grad_scaler_gives_one_line_error_naming_the_fix(tmp_path, unscales, wait):
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run", wait=wait)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -168,7 +168,7 @@ def test_a_loss_scaler_is_one_line_that_says_what_to_do(tmp_path, unscales, wait
     session.remove()
 
 
-def test_a_scale_that_the_engine_is_told_is_taken_out(tmp_path):
+def test_engine_removes_its_loss_scale_from_gradients(tmp_path):
     ours, theirs, data = model(), model(), batches(2)
     session, optimizer = begin(ours, tmp_path / "run")
     session.engine.scale = 1024.0
@@ -184,13 +184,13 @@ def test_a_scale_that_the_engine_is_told_is_taken_out(tmp_path):
     session.remove()
 
 
-def test_a_folder_is_looked_at_without_a_model_of_it(tmp_path):
+def test_existing_states_are_refused_before_a_model_is_given(tmp_path):
     begin(model(), tmp_path / "run")[0].close()
     with pytest.raises(ValueError, match="holds the states of an earlier training"):
         streaming(tmp_path / "run")
 
 
-def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can_be_saved(tmp_path, caplog):
+def test_removed_folder_is_reported_once_and_weights_can_be_saved(tmp_path, caplog):
     ours, theirs, data = model(), model(), batches(3)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:1])
@@ -206,7 +206,7 @@ def test_a_folder_that_is_removed_in_the_middle_is_said_once_and_the_weights_can
         ours(data[0])
 
 
-def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_path, monkeypatch):
+def test_state_dict_without_room_names_needed_bytes_and_folder(tmp_path, monkeypatch):
     session, _ = begin(ours := model(), tmp_path / "run")
 
     def full(*_):
@@ -236,7 +236,7 @@ def test_a_state_dict_that_finds_no_room_says_how_much_it_needs_and_where(tmp_pa
         (lambda path: offload_activations(None), r"^offload_activations\(where\): .*, got None$"),
     ],
 )
-def test_a_wrong_argument_is_one_line_before_anything_is_made(tmp_path, wrong, message):
+def test_wrong_argument_gives_one_line_error_before_creating_anything(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong(tmp_path)
     assert list(tmp_path.iterdir()) == []

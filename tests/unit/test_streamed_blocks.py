@@ -107,7 +107,7 @@ def tier(request, tmp_path):
     made.close()
 
 
-def test_losses_and_weights_are_those_of_the_module_in_memory_to_the_last_bit(tier):
+def test_streamed_blocks_train_bit_identically_to_module_in_memory(tier):
     torch.manual_seed(0)
     blocks = [block() for _ in range(BLOCKS)]
     batches = [(torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)) for _ in range(STEPS)]
@@ -126,7 +126,7 @@ def test_losses_and_weights_are_those_of_the_module_in_memory_to_the_last_bit(ti
     assert streamed.stream.free_count() == 2
 
 
-def test_an_error_in_the_user_s_loop_leaves_a_stream_that_goes_on(tier):
+def test_stream_continues_after_an_error_in_the_users_loop(tier):
     torch.manual_seed(0)
     blocks = [block() for _ in range(BLOCKS)]
     batch = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)

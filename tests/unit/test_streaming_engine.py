@@ -108,7 +108,7 @@ def assert_equal(engine, other):
 
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_arm_trains_as_the_module_in_memory_to_the_last_bit(tmp_path, arm, dtype):
+def test_every_arm_trains_bit_identically_to_module_in_memory(tmp_path, arm, dtype):
     ours, theirs = model(dtype=dtype), model(dtype=dtype)
     engine = streamed(ours, tmp_path, arm=arm)
     assert train(ours, engine, batches(4)) == train_in_memory(theirs, batches(4))
@@ -117,7 +117,7 @@ def test_every_arm_trains_as_the_module_in_memory_to_the_last_bit(tmp_path, arm,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_after_it_takes_all(tmp_path):
+def test_updates_use_one_thread_during_backward_and_all_afterwards(tmp_path):
     """With a second team of OpenMP threads every product of the process would wait longer for its helpers."""
     ours, (ids,), used = model(), batches(1), []
     engine = streamed(ours, tmp_path)
@@ -142,7 +142,7 @@ def test_what_runs_beside_backward_takes_no_other_thread_s_help_and_what_comes_a
     engine.close()
 
 
-def test_an_error_with_which_the_updates_thread_begins_is_training_s_and_does_not_hang_it(tmp_path, monkeypatch):
+def test_error_at_start_of_update_thread_is_raised_without_hanging(tmp_path, monkeypatch):
     def fails():
         raise RuntimeError("no such kernel")
 
@@ -168,7 +168,7 @@ def test_gradients_of_several_passes_are_added_up_on_the_tier(tmp_path):
     engine.close()
 
 
-def test_large_parameters_are_cut_and_small_ones_put_together():
+def test_large_parameters_are_split_and_small_ones_combined():
     parts = [("a", (300_000,), True), ("b", (10,), True), ("frozen", (5,), False), ("c", (20,), True)]
     from memascend.engine.layout import UnitParameters
 
@@ -202,7 +202,7 @@ def test_a_parameter_in_several_pieces_trains_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("arm", ["optimized", *(pytest.param(a, marks=pytest.mark.slow) for a in ("naive", "none"))])
-def test_host_buffers_are_those_of_the_largest_blocks_whatever_the_depth(tmp_path, arm):
+def test_host_buffers_do_not_grow_with_depth(tmp_path, arm):
     peaks = []
     for depth in (4, 8, 16):
         ledger, ours = Ledger(), model(depth=depth)
@@ -232,7 +232,7 @@ def test_nothing_of_the_model_stays_in_memory_between_visits(tmp_path):
     engine.close()
 
 
-def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_once(tmp_path):
+def test_step_reads_block_weights_twice_and_states_once(tmp_path):
     """Table II and the traffic that follows from it: 2P + 14P read and 14P written with 16-bit weights."""
     ours = model(dtype=torch.bfloat16, depth=6, hidden=256)
     engine = streamed(ours, tmp_path, checkpoints="device")
@@ -252,7 +252,7 @@ def test_a_unit_is_read_once_for_forward_and_once_for_backward_and_its_states_on
 
 
 @pytest.mark.parametrize(("missing", "again"), [(False, 0), (True, 1)])
-def test_an_update_of_gradients_that_waited_reads_only_weights_that_stay(tmp_path, missing, again):
+def test_delayed_update_reads_only_weights_of_parameters_without_gradient(tmp_path, missing, again):
     """Masters replace a unit's 16-bit weights; those of a parameter without a gradient must be read."""
     ours = model(dtype=torch.bfloat16, depth=6, hidden=256)
     engine = streamed(ours, tmp_path, checkpoints="device", wait=True)
@@ -299,7 +299,7 @@ def test_dropout_is_the_same_in_the_recomputation(tmp_path):
     engine.close()
 
 
-def test_a_layer_that_is_run_twice_gets_the_sum_of_its_gradients(tmp_path):
+def test_layer_run_twice_gets_the_sum_of_its_gradients(tmp_path):
     ours, theirs = model(order=(0, 1, 1, 2, 0, 3)), model(order=(0, 1, 1, 2, 0, 3))
     engine = streamed(ours, tmp_path)
     assert train(ours, engine, batches(3)) == train_in_memory(theirs, batches(3))
@@ -319,7 +319,7 @@ def test_tied_embeddings_and_frozen_parameters_train_as_in_memory(tmp_path):
     engine.close()
 
 
-def test_a_parameter_without_a_gradient_is_left_alone_as_torch_does(tmp_path):
+def test_parameter_without_a_gradient_is_skipped_as_in_torch(tmp_path):
     ours, theirs = model(order=(0, 1, 3)), model(order=(0, 1, 3))
     engine = streamed(ours, tmp_path)
     train(ours, engine, batches(2))
@@ -348,7 +348,7 @@ def mixture():
 @pytest.mark.parametrize(
     "options", [{}, {"arm": "none"}, {"arm": "naive"}, {"wait": True}, {"clip": 1e9}, {"versions": 1}], ids=str
 )
-def test_pieces_that_get_no_gradient_hold_no_slot_of_their_unit_s(tmp_path, monkeypatch, options):
+def test_pieces_without_gradients_hold_no_slot(tmp_path, monkeypatch, options):
     monkeypatch.setattr("memascend.engine.engine_state.WAIT_S", 20.0)
     ours, theirs = mixture(), mixture()
     engine = streamed(ours, tmp_path, piece_elements=1 << 16, **options)
@@ -365,7 +365,7 @@ def test_pieces_that_get_no_gradient_hold_no_slot_of_their_unit_s(tmp_path, monk
     engine.close()
 
 
-def test_blocks_that_only_an_earlier_pass_of_the_step_went_through_hold_no_slot(tmp_path, monkeypatch):
+def test_blocks_used_only_in_an_earlier_pass_hold_no_slot(tmp_path, monkeypatch):
     monkeypatch.setattr("memascend.engine.engine_state.WAIT_S", 20.0)
     ours, theirs = mixture(), mixture()
     engine = streamed(ours, tmp_path, piece_elements=1 << 16, accumulate=2)
@@ -402,7 +402,7 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("sixteen", [False, True], ids=["larger", "of another type"])
-def test_inputs_of_blocks_may_grow_in_a_pass_and_wait_on_the_tier_from_the_next_one_on(tmp_path, sixteen):
+def test_block_inputs_may_change_size_or_type_within_a_pass(tmp_path, sixteen):
     torch.manual_seed(0)
     ours = Growing(sixteen)
     theirs = copy.deepcopy(ours)
@@ -425,7 +425,7 @@ def test_inputs_of_blocks_may_grow_in_a_pass_and_wait_on_the_tier_from_the_next_
     engine.close()
 
 
-def test_blocks_are_found_or_named():
+def test_blocks_are_found_and_unusable_models_refused():
     found = model(depth=3)
     assert find_blocks(found) == list(found.layers)
     with pytest.raises(NotStreamable, match="Linear has no list of layers"):
@@ -439,7 +439,7 @@ def test_blocks_are_found_or_named():
         ModelUnits(mixed)
 
 
-def test_checkpointing_of_transformers_is_refused_since_it_goes_around_the_engine(tmp_path):
+def test_gradient_checkpointing_of_transformers_is_refused(tmp_path):
     ours = model()
     engine = streamed(ours, tmp_path)
     ours.layers[1].gradient_checkpointing = True
@@ -456,7 +456,7 @@ def test_the_next_step_reads_what_this_one_wrote(tmp_path):
     engine.close()
 
 
-def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
+def test_run_resumes_from_its_last_completed_step_bit_for_bit(tmp_path):
     data, theirs = batches(6), model(dtype=torch.bfloat16)
     ours = model(dtype=torch.bfloat16)
     engine = streamed(ours, tmp_path)
@@ -478,7 +478,7 @@ def test_a_run_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [{}, {"versions": 1}], ids=["two versions", "one version"])
-def test_states_that_an_earlier_version_cut_into_more_pieces_go_on_to_the_same_bits(tmp_path, chosen):
+def test_states_in_pieces_of_earlier_version_resume_bit_for_bit(tmp_path, chosen):
     data, theirs = batches(4), model(depth=2, hidden=128)
     ours, again = (model(seed=seed, depth=2, hidden=128) for seed in (0, 5))
     now = ModelUnits(ours).layout
@@ -506,7 +506,7 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(tmp_path):
     engine.close()
 
 
-def test_an_error_in_the_middle_of_backward_takes_the_step_back(tmp_path, caplog):
+def test_error_during_backward_discards_the_step(tmp_path, caplog):
     ours, theirs = model(), model()
     engine = streamed(ours, tmp_path)
     data = batches(3)
@@ -534,7 +534,7 @@ def test_an_error_in_the_middle_of_backward_takes_the_step_back(tmp_path, caplog
     engine.close()
 
 
-def test_a_second_backward_pass_that_nobody_announced_is_refused(tmp_path):
+def test_unannounced_second_backward_pass_is_refused(tmp_path):
     ours = model()
     engine = streamed(ours, tmp_path)
     loss = ours(batches(1)[0])
@@ -544,7 +544,7 @@ def test_a_second_backward_pass_that_nobody_announced_is_refused(tmp_path):
     engine.close()
 
 
-def test_the_bound_of_a_step_is_the_sum_of_its_phases_slowest():
+def test_step_bound_is_sum_of_slowest_resource_per_phase():
     rates = Rates(read=100.0, write=50.0, adamw=10.0)
     forward = Phase(name="forward", seconds=3.0, compute_s=1.0, read=200)
     backward = Phase(name="backward", seconds=9.0, compute_s=5.0, read=100, written=250, updated=20)
@@ -556,7 +556,7 @@ def test_the_bound_of_a_step_is_the_sum_of_its_phases_slowest():
 
 
 @pytest.mark.parametrize("arm", ["optimized", "none"])
-def test_a_measured_step_knows_its_bound_and_trains_to_the_same_bits(tmp_path, arm):
+def test_measured_step_has_a_bound_and_trains_bit_identically(tmp_path, arm):
     ours, theirs = model(dropout=0.2), model(dropout=0.2)
     engine = streamed(ours, tmp_path, arm=arm, measure=True)
     assert engine.limit is None

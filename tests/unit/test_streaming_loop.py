@@ -43,7 +43,7 @@ def assert_equal(session, other):
         assert torch.equal(found[name], values.cpu()), name
 
 
-def test_three_lines_around_a_plain_loop(tmp_path):
+def test_three_added_lines_stream_a_plain_loop(tmp_path):
     torch.manual_seed(0)
     ours, theirs = model(), model()
     with streaming(tmp_path / "run") as session:
@@ -58,7 +58,7 @@ def test_three_lines_around_a_plain_loop(tmp_path):
     assert torch.isnan(next(ours.parameters())).all()
 
 
-def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
+def test_implicit_step_is_completed_by_the_next_forward_pass(tmp_path):
     """LoHan's Fig. 4b omits optimizer.step()."""
     ours, theirs = model(), model()
     session, optimizer = begin(ours, tmp_path / "run", implicit_step=True)
@@ -71,7 +71,7 @@ def test_without_a_call_of_step_the_next_forward_pass_completes_it(tmp_path):
     session.close()
 
 
-def test_schedulers_and_groups_are_torch_s(tmp_path):
+def test_schedulers_and_groups_work_as_in_torch(tmp_path):
     ours, theirs = model(), model()
 
     def groups(of):
@@ -93,7 +93,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("scheduled", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, scheduled):
+def test_scheduler_continues_after_resume_as_the_how_to_says(tmp_path, scheduled):
     """Learning rates are kept as the last completed step had them."""
 
     def step(of, optimizer, scheduler, ids, session=None):
@@ -124,7 +124,7 @@ def test_a_scheduler_goes_on_after_a_resume_as_the_how_to_says(tmp_path, schedul
     session.close()
 
 
-def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
+def test_torch_clip_grad_norm_works_with_delayed_updates(tmp_path):
     stock, ours, theirs = torch.nn.utils.clip_grad_norm_, model(), model()
     session, optimizer = begin(ours, tmp_path / "run", wait=True)
     expected = loop(theirs, AdamW(theirs.parameters(), **SETTINGS), batches(3), max_norm=0.1)
@@ -133,7 +133,7 @@ def test_clipping_by_torch_s_own_function_waits_for_the_norm(tmp_path):
     assert torch.nn.utils.clip_grad_norm_ is stock
 
 
-def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
+def test_torch_clip_grad_norm_is_refused_without_delayed_updates(tmp_path):
     """torch would find no gradient, and silently clip nothing."""
     ours = model()
     session, optimizer = begin(ours, tmp_path / "run")
@@ -148,7 +148,7 @@ def test_clipping_gradients_that_are_used_as_they_come_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
+def test_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
     data, ours, theirs = batches(4), model(dtype=dtype), model(dtype=dtype)
     session, optimizer = begin(ours, tmp_path / "run")
     loop(ours, optimizer, data[:2])
@@ -173,7 +173,7 @@ def test_a_state_dict_goes_on_in_another_folder_and_in_torch(tmp_path, dtype):
     session.close()
 
 
-def test_a_loop_goes_on_after_its_last_step_with_the_user_s_note(tmp_path):
+def test_loop_resumes_after_its_last_step_with_the_users_note(tmp_path):
     data, ours, theirs = batches(4), model(), model()
     session, optimizer = begin(ours, tmp_path / "run")
     session.note["epoch"] = 7
@@ -192,7 +192,7 @@ def test_a_loop_goes_on_after_its_last_step_with_the_user_s_note(tmp_path):
         streaming(tmp_path / "nothing", resume=True)
 
 
-def test_zero_grad_after_backward_forgets_what_was_updated(tmp_path):
+def test_zero_grad_after_backward_undoes_its_updates(tmp_path):
     data, ours, theirs = batches(3), model(), model()
     session, optimizer = begin(ours, tmp_path / "run")
     losses = loop(ours, optimizer, data[:1])
@@ -204,7 +204,7 @@ def test_zero_grad_after_backward_forgets_what_was_updated(tmp_path):
     session.close()
 
 
-def test_waiting_gradients_are_said_once(tmp_path, caplog):
+def test_waiting_gradients_are_logged_once(tmp_path, caplog):
     ours = model()
     with caplog.at_level(logging.INFO, "memascend"):
         session, optimizer = begin(ours, tmp_path / "run", clip=1.0)
@@ -225,7 +225,7 @@ def test_waiting_gradients_are_said_once(tmp_path, caplog):
     ],
     ids=["SGD", "amsgrad", "Adam with decay", "momentum"],
 )
-def test_what_cannot_be_streamed_is_refused_and_leaves_the_model_alone(tmp_path, kind, settings, message):
+def test_unsupported_optimizer_is_refused_and_leaves_model_unchanged(tmp_path, kind, settings, message):
     ours = model()
     before = copy.deepcopy(ours)
     session = streaming(tmp_path / "run")
@@ -236,7 +236,7 @@ def test_what_cannot_be_streamed_is_refused_and_leaves_the_model_alone(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
+def test_groups_that_omit_a_trained_parameter_are_refused(tmp_path):
     ours = model()
     session = streaming(tmp_path / "run")
     session.hook(ours)
@@ -246,7 +246,7 @@ def test_a_group_that_leaves_a_trained_parameter_out_is_refused(tmp_path):
     assert not torch.isnan(ours.head.weight).any()
 
 
-def test_a_setting_that_is_asked_for_later_is_refused_and_the_loop_goes_on_without_it(tmp_path):
+def test_unsupported_setting_enabled_later_is_refused_and_loop_continues(tmp_path):
     data, ours, theirs = batches(2), model(), model()
     session, optimizer = begin(ours, tmp_path / "run")
     optimizer.param_groups[0]["maximize"] = True
@@ -258,7 +258,7 @@ def test_a_setting_that_is_asked_for_later_is_refused_and_the_loop_goes_on_witho
     session.close()
 
 
-def test_states_are_begun_anew_by_load_state_dict_and_not_by_an_assignment(tmp_path):
+def test_load_state_dict_resets_states_but_assignment_is_refused(tmp_path):
     data, ours, theirs = batches(3), model(), model()
     session, optimizer = begin(ours, tmp_path / "run")
     other = AdamW(theirs.parameters(), **SETTINGS)
@@ -290,7 +290,7 @@ def test_a_module_of_torchscript_is_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, monkeypatch):
+def test_full_disk_gives_one_error_before_anything_moves(tmp_path, monkeypatch):
     import shutil
 
     usage = shutil.disk_usage(tmp_path)
@@ -306,5 +306,5 @@ def test_a_disk_without_room_is_one_error_before_anything_has_moved(tmp_path, mo
     assert not torch.isnan(ours.head.weight).any()
 
 
-def test_what_cannot_be_streamed_is_a_value_error():
+def test_not_streamable_is_a_value_error():
     assert issubclass(NotStreamable, ValueError)

@@ -41,7 +41,7 @@ NOT_THERE = (
     [(WRITTEN_FOR_THE_CPU[:1], SOME_OF_THEM), pytest.param(WRITTEN_FOR_THE_CPU, "test", marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
-def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late(names, some):
+def test_engine_tests_pass_on_device_with_late_copies(names, some):
     """In a separate process, since torch knows the device from then on."""
     files = [CASES, *(f"tests/unit/{name}.py" for name in names)]
     chosen = " and ".join([f"({some})", *(f"not {name}" for name in NOT_THERE)])
@@ -51,7 +51,7 @@ def test_tests_of_the_engine_pass_on_a_device_whose_copies_come_late(names, some
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_the_lock_of_a_killed_compile_holds_nothing_up(monkeypatch, tmp_path):
+def test_stale_compile_lock_does_not_block_compilation(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / late_device.NAME / "lock"
     lock.parent.mkdir()
@@ -60,7 +60,7 @@ def test_the_lock_of_a_killed_compile_holds_nothing_up(monkeypatch, tmp_path):
     assert late_device.compiled()
 
 
-def test_a_device_that_is_not_there_is_one_line_and_leaves_the_model_alone(tmp_path):
+def test_missing_device_is_refused_and_leaves_model_unchanged(tmp_path):
     of = on_the_cpu.model()
     missing = "xpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ValueError, match=f"torch sees no {missing} device with streams .*: leave device out"):
@@ -72,7 +72,7 @@ def test_a_device_that_is_not_there_is_one_line_and_leaves_the_model_alone(tmp_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_model_in_host_memory_trains_on_a_gpu_as_the_module_there_to_the_last_bit(tmp_path, arm, dtype):
+def test_streamed_gpu_training_matches_model_on_gpu_bit_for_bit(tmp_path, arm, dtype):
     ours, theirs = on_the_cpu.model(dtype=dtype, depth=6), on_the_cpu.model(dtype=dtype, depth=6).cuda()
     engine = on_the_cpu.streamed(ours, tmp_path, arm=arm, device="cuda")
     data = [ids.cuda() for ids in on_the_cpu.batches(4)]

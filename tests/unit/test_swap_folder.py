@@ -8,25 +8,25 @@ import pytest
 from memascend.storage.folders import swap_folder
 
 
-def test_a_folder_that_is_there_is_taken_and_left_as_it_was(tmp_path):
+def test_existing_folder_is_accepted_and_left_unchanged(tmp_path):
     (tmp_path / "other.swp").write_text("kept")
     assert swap_folder(tmp_path, "--nvme") == tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["other.swp"]
 
 
-def test_the_last_part_is_made_also_from_a_relative_path(tmp_path, monkeypatch):
+def test_last_part_of_relative_path_is_created(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert swap_folder("swap", "--nvme") == tmp_path / "swap"
     assert (tmp_path / "swap").is_dir()
 
 
-def test_a_missing_parent_is_named_and_nothing_is_made(tmp_path):
+def test_missing_parent_is_named_and_nothing_is_created(tmp_path):
     with pytest.raises(ValueError, match=r"^nvme_path: .*/nowhere/x/y cannot .* since .*/nowhere does not exist; "):
         swap_folder(tmp_path / "nowhere" / "x" / "y", "nvme_path")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_folder_in_the_root_folder_is_a_typo_and_is_not_made():
+def test_missing_folder_in_root_is_refused_and_not_created():
     with pytest.raises(
         ValueError, match=r"^--nvme: /memascend-nowhere does not exist, and would be created on the syst"
     ):
@@ -44,7 +44,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
         swap_folder(tmp_path / "file", "--nvme")
 
 
-def test_a_link_that_leads_nowhere_is_refused(tmp_path):
+def test_dangling_link_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "unmounted" / "swap")
     with pytest.raises(ValueError, match="cannot be written"):
         swap_folder(tmp_path / "link", "--nvme")

@@ -67,7 +67,7 @@ def python(environment, code):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
+def test_system_in_user_folder_is_planned_and_compared(toys):
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
     made = forked.run([*command, "--system", "toy"], env=toys)
     plan = json.loads(made.stdout)
@@ -79,7 +79,7 @@ def test_a_system_in_a_folder_of_the_user_is_planned_and_compared(toys):
     assert ours["arms"]["toy/wooden"] == plan["host_bytes"]
 
 
-def test_a_class_of_buffers_of_the_users_own_has_its_name_in_the_plan(toys):
+def test_custom_buffer_class_appears_by_name_in_the_plan(toys):
     program = Path(toys["MEMASCEND_SYSTEMS"]) / "toy/system.py"
     program.write_text(TOY.replace('"in_memory_optimizer"', '"wooden_blocks"'))
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json", "--system", "toy"]
@@ -87,7 +87,7 @@ def test_a_class_of_buffers_of_the_users_own_has_its_name_in_the_plan(toys):
     assert plan["components_bytes"]["wooden blocks"] == 8 * plan["parameters"]
 
 
-def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
+def test_system_in_user_folder_is_simulated(toys):
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
     command += ["--system", "toy", "--testbed", "memascend-c1"]
     made = forked.run(command, env=toys)
@@ -97,7 +97,7 @@ def test_a_system_in_a_folder_of_the_user_is_simulated(toys):
     assert plan["time"]["seconds"] == pytest.approx(sum(phases.values()))
 
 
-def test_a_task_on_a_misspelt_resource_is_told_those_of_the_machine(toys):
+def test_misspelt_resource_message_lists_resources_of_the_machine(toys):
     (Path(toys["MEMASCEND_SYSTEMS"]) / "toy/system.py").write_text(TOY.replace('"cpu"', '"gpu"'))
     command = [sys.executable, "-m", "memascend.cli", "plan", "--model", "llama3.2-1b", "--json"]
     plan = json.loads(forked.run([*command, "--system", "toy", "--testbed", "memascend-c1"], env=toys).stdout)
@@ -122,7 +122,7 @@ figure.draw(spec, table, "").savefig(sys.argv[1])
 """
 
 
-def test_a_system_in_a_folder_of_the_user_has_its_colour_and_name_in_a_figure(toys, tmp_path):
+def test_figure_shows_colour_and_name_of_system_in_user_folder(toys, tmp_path):
     command = [sys.executable, "-c", FIGURE, str(tmp_path / "drawn.svg")]
     done = subprocess.run(command, env=toys, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ def test_a_system_in_a_folder_of_the_user_has_its_colour_and_name_in_a_figure(to
     assert "Toy (wooden)" in drawn
 
 
-def test_a_system_in_a_folder_of_the_user_trains(toys):
+def test_system_in_user_folder_sets_up_training(toys):
     done = python(
         toys,
         "from memascend.training import systems; from memascend.training.config import TrainConfig; "
@@ -141,7 +141,7 @@ def test_a_system_in_a_folder_of_the_user_trains(toys):
     assert done.stdout.strip() == "in_memory", done.stderr
 
 
-def test_its_own_refusal_is_the_one_line_that_a_user_sees(toys):
+def test_system_can_refuse_a_training_configuration(toys):
     done = python(
         toys,
         "from memascend.training import systems; from memascend.training.config import TrainConfig; "
@@ -157,13 +157,13 @@ def test_its_own_refusal_is_the_one_line_that_a_user_sees(toys):
         (("colour: '#123456'\n", ""), "the key 'colour' is missing"),
     ],
 )
-def test_a_description_that_is_wrong_is_one_line(toys, change, said):
+def test_wrong_system_description_is_refused_with_the_reason(toys, change, said):
     path = Path(toys["MEMASCEND_SYSTEMS"]) / "toy" / "system.yaml"
     path.write_text(path.read_text().replace(*change))
     assert said in python(toys, "from memascend import systems; systems.load('toy').label").stderr
 
 
-def test_two_systems_of_one_name_and_a_folder_that_is_not_there_are_refused(toys, tmp_path):
+def test_duplicate_system_names_and_missing_folders_are_refused(toys, tmp_path):
     twice = toys | {"MEMASCEND_SYSTEMS": f"{toys['MEMASCEND_SYSTEMS']}:{toys['MEMASCEND_SYSTEMS']}"}
     assert "two systems are called 'toy'" in python(twice, "from memascend import systems; systems.names()").stderr
     nowhere = toys | {"MEMASCEND_SYSTEMS": str(tmp_path / "nowhere")}
