@@ -46,7 +46,7 @@ def parts_of(values, size):
 
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("size", [1 << 20, 1000, 64])
-def test_parts_in_any_order_make_the_file_that_is_written_in_order(tmp_path, aligned, size):
+def test_parts_written_in_any_order_make_the_same_file(tmp_path, aligned, size):
     values = tensors()
     with TensorFileWriter(tmp_path / "whole", layouts(), {"format": "pt"}, aligned=aligned) as whole:
         for name, value in values.items():
@@ -61,7 +61,7 @@ def test_parts_in_any_order_make_the_file_that_is_written_in_order(tmp_path, ali
         assert name.endswith(".padding") or torch.equal(value, values[name])
 
 
-def test_a_file_with_a_part_missing_is_refused_and_says_where(tmp_path):
+def test_missing_part_is_refused_with_its_byte_position(tmp_path):
     values = tensors()
     writer = TensorPartsWriter(tmp_path / "parts", layouts())
     for name, value in values.items():
@@ -71,7 +71,7 @@ def test_a_file_with_a_part_missing_is_refused_and_says_where(tmp_path):
         writer.close()
 
 
-def test_a_part_that_has_no_place_or_comes_twice_is_refused(tmp_path):
+def test_misplaced_or_repeated_part_is_refused(tmp_path):
     made = TensorPartsWriter(tmp_path / "parts", layouts())
     with pytest.raises(ValueError, match="of other have no place: no such tensor"):
         made.put("other", 0, memoryview(b"x"))
@@ -83,7 +83,7 @@ def test_a_part_that_has_no_place_or_comes_twice_is_refused(tmp_path):
     made.abandon()
 
 
-def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch):
+def test_short_write_is_continued(tmp_path, monkeypatch):
     write = os.pwrite
     monkeypatch.setattr(tensor_parts.os, "pwrite", lambda handle, data, at: write(handle, data[:97], at))
     values = tensors()
@@ -93,7 +93,7 @@ def test_a_short_write_is_gone_on_with(tmp_path, monkeypatch):
     assert zlib.crc32((tmp_path / "parts").read_bytes()) == writer.checksum
 
 
-def test_a_full_disk_is_the_system_s_error_and_leaves_no_open_file(tmp_path, monkeypatch):
+def test_full_disk_raises_oserror_and_leaves_no_open_file(tmp_path, monkeypatch):
     def full(handle, data, at):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -104,7 +104,7 @@ def test_a_full_disk_is_the_system_s_error_and_leaves_no_open_file(tmp_path, mon
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_checksums_of_parts_of_any_length_are_joined():
+def test_checksums_of_parts_of_any_length_combine():
     generator = random.Random(1)
     for length in (0, 1, 2, 255, 4096, 70001):
         first, second = generator.randbytes(1000), generator.randbytes(length)

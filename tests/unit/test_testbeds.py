@@ -103,7 +103,7 @@ def test_every_testbed_becomes_a_machine_of_the_simulator(testbed_id):
     assert {node["name"] for node in testbed.get("memory_nodes", [])} <= set(machine.resources)
 
 
-def test_an_efficiency_holds_for_every_gpu_and_one_of_nothing_is_refused():
+def test_efficiency_applies_to_every_gpu_and_unknown_resource_is_refused():
     half = Calibration(name="efficiency of gpu", value=0.5, unit="1", reason="test", reach="test")
     machine = resources_of_testbed(load_testbed("memascend-c1"), calibrations=[half])
     assert [machine.resources[f"gpu{i}"].rate for i in range(2)] == [378e12, 378e12]
@@ -122,7 +122,7 @@ def test_an_unknown_testbed_lists_the_known_ones():
     ("key", "value"),
     [("cores", -1), ("paper", "nobody"), ("quotes", []), ("speed", 3), ("gpus", [{"model": "A100"}])],
 )
-def test_a_broken_testbed_is_refused_by_its_place(key, value):
+def test_invalid_testbed_is_refused_with_file_and_key(key, value):
     testbed = yaml.safe_load((FOLDER / "ssdtrain.yaml").read_text())
     with pytest.raises(ValueError, match=r"ssdtrain\.yaml:") as caught:
         check({**testbed, key: value}, "ssdtrain.yaml")
@@ -172,7 +172,7 @@ def test_the_probe_reads_a_server(machine, monkeypatch):
     assert found["software"]["os"] == "Test OS 1"
 
 
-def test_the_probe_of_an_unlimited_group_reports_all_memory(machine, monkeypatch):
+def test_probe_in_unlimited_cgroup_reports_all_memory(machine, monkeypatch):
     monkeypatch.setattr(probe, "read_gpus", list)
     (machine / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert probe.probe(machine)["local"]["usable_memory_gib"] == 64
@@ -189,13 +189,13 @@ def test_equal_gpus_are_counted_together(monkeypatch, tmp_path):
     ]
 
 
-def test_no_driver_is_no_gpu(monkeypatch, tmp_path):
+def test_without_driver_no_gpu_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probe.read_gpus() == []
 
 
 @pytest.mark.parametrize(("name", "read"), [("local.yaml", yaml.safe_load), ("deep/local.json", json.loads)])
-def test_the_probe_writes_this_machine(tmp_path, name, read):
+def test_probe_writes_a_valid_description_of_this_machine(tmp_path, name, read):
     out = tmp_path / name
     assert probe.main(["--out", str(out)]) == 0
     found = read(out.read_text())
@@ -203,12 +203,12 @@ def test_the_probe_writes_this_machine(tmp_path, name, read):
     assert found["id"] == "local"
 
 
-def test_a_machine_without_proc_is_one_clear_line(tmp_path):
+def test_machine_without_proc_is_refused(tmp_path):
     with pytest.raises(ValueError, match="this needs Linux"):
         probe.probe(tmp_path)
 
 
-def test_an_unwritable_target_is_one_clear_line(tmp_path, capsys):
+def test_unwritable_target_gives_a_one_line_error(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert probe.main(["--out", str(tmp_path / "file" / "local.yaml")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

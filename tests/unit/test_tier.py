@@ -86,11 +86,11 @@ def tensor(value: float, numel: int = 50_000) -> torch.Tensor:
     return torch.full((numel,), float(value))
 
 
-def test_it_has_the_protocol(tier):
+def test_every_kind_implements_the_tier_protocol(tier):
     assert isinstance(tier, Tier)
 
 
-def test_what_was_written_is_read_from_any_address_and_in_any_part(tier):
+def test_data_reads_back_from_unaligned_addresses_and_in_parts(tier):
     data = torch.randint(0, 256, (300_001,), dtype=torch.uint8)
     tier.write("a/b c", data[3:]).wait(MAX_S)
     out = torch.empty(data.numel(), dtype=torch.uint8)
@@ -102,7 +102,7 @@ def test_what_was_written_is_read_from_any_address_and_in_any_part(tier):
     assert tier.size_of("other") is None
 
 
-def test_transfers_of_a_key_run_in_the_order_of_their_submission(tier):
+def test_transfers_of_a_key_run_in_submission_order(tier):
     outs = [torch.empty(50_000) for _ in range(5)]
     last = []
     for value, out in enumerate(outs):
@@ -114,7 +114,7 @@ def test_transfers_of_a_key_run_in_the_order_of_their_submission(tier):
     assert all(bool((out == out[0]).all()) for out in outs)
 
 
-def test_a_tensor_of_another_size_takes_the_place_of_the_old_one(tier):
+def test_tensor_of_different_size_replaces_the_old_one(tier):
     for numel in (10_000, 100, 70_000, 1):
         tier.write("w", tensor(numel, numel))
         tier.read("w", out := torch.empty(numel)).wait(MAX_S)
@@ -123,7 +123,7 @@ def test_a_tensor_of_another_size_takes_the_place_of_the_old_one(tier):
             tier.read("w", torch.empty(numel + 1))
 
 
-def test_a_part_is_written_over(tier):
+def test_part_of_a_tensor_is_overwritten(tier):
     if isinstance(tier, DirectTier) and not tier.engine.config.volatile:
         pytest.skip("a durable store takes whole tensors")
     tier.write("w", tensor(1, 5000))
@@ -136,7 +136,7 @@ def test_a_part_is_written_over(tier):
         tier.write("v", tensor(2, 1024), offset=4096)
 
 
-def test_what_cannot_be_right_is_refused_before_it_begins(tier):
+def test_invalid_requests_are_refused_at_submission(tier):
     with pytest.raises(ValueError, match="no such tensor"):
         tier.read("w", torch.empty(10))
     with pytest.raises(ValueError, match="contiguous CPU tensor"):
@@ -147,7 +147,7 @@ def test_what_cannot_be_right_is_refused_before_it_begins(tier):
     tier.wait(MAX_S)
 
 
-def test_an_erased_tensor_is_gone_and_its_room_is_free(tier):
+def test_erased_tensor_is_gone_and_can_be_written_again(tier):
     tier.write("w", tensor(1)).wait(MAX_S)
     free = tier.free_bytes
     assert tier.erase("w")
@@ -164,7 +164,7 @@ def test_an_erased_tensor_is_gone_and_its_room_is_free(tier):
     assert free > 0
 
 
-def test_room_is_reserved_or_refused(tier):
+def test_space_is_reserved_or_refused(tier):
     if isinstance(tier, DirectTier) and tier.engine._scratch is None:
         pytest.skip("room on devices is what it is")
     tier.reserve(1 << 20)
@@ -173,7 +173,7 @@ def test_room_is_reserved_or_refused(tier):
     tier.write("w", tensor(1)).wait(MAX_S)
 
 
-def test_a_folder_that_is_removed_takes_no_room_from_a_tier_that_is_open_in_it(tmp_path):
+def test_open_tier_keeps_working_after_its_folder_is_removed(tmp_path):
     (tmp_path / "removed").mkdir()
     with DirectTier.in_file(tmp_path / "removed", owner="tests") as tier:
         tier.write("w", tensor(1)).wait(MAX_S)
@@ -204,7 +204,7 @@ def test_bytes_and_seconds_of_each_direction_are_measured(tier):
 # -- completions -------------------------------------------------------------------------------------------------------
 
 
-def test_it_tells_that_it_is_done_without_a_wait(tier):
+def test_completion_is_done_without_being_waited_for(tier):
     write = tier.write("w", tensor(1))
     for _ in range(10**6):
         if write.done():
@@ -247,7 +247,7 @@ def test_chains_of_three_stages_carry_values_and_errors(tier, faults):
     faults.clear()
 
 
-def test_after_a_failed_write_nothing_wrong_is_read(tier, faults):
+def test_no_wrong_data_is_read_after_a_failed_write(tier, faults):
     tier.write("w", tensor(1)).wait(MAX_S)
     faults.add("write", error=5)
     with pytest.raises(StorageError, match="write"):
@@ -287,7 +287,7 @@ def test_a_staged_file_outlives_later_writes_and_the_tier(tier, tmp_path):
         assert set(staged.values()) == {"link"}
 
 
-def test_a_part_written_into_a_staged_tensor_leaves_the_staged_file_alone(tmp_path):
+def test_partial_write_leaves_the_staged_file_unchanged(tmp_path):
     with FileTier(tmp_path, "tests") as tier:
         tier.write("a", tensor(1)).wait(MAX_S)
         tier.stage("a", tmp_path / "staged")
@@ -309,7 +309,7 @@ def test_a_tensor_whose_write_failed_is_not_staged(tier, faults, tmp_path):
 
 @pytest.mark.parametrize("file_system", reflinks.KINDS)
 @pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
-def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(tmp_path, kind, file_system):
+def test_reflink_file_system_stages_every_tensor_and_shares_its_blocks(tmp_path, kind, file_system):
     with reflinks.file_system_with_reflinks(tmp_path, file_system) as folder, KINDS[kind](folder, None) as tier:
         numel = 1_000_001
         for key in "abcd":
@@ -329,7 +329,7 @@ def test_a_file_system_with_reflinks_stages_every_tensor_and_shares_its_blocks(t
 
 @pytest.mark.parametrize("file_system", reflinks.KINDS)
 @pytest.mark.parametrize("kind", ["direct, volatile file", "files", "two paths"])
-def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(tmp_path, kind, file_system):
+def test_states_in_a_safetensors_file_share_blocks_with_the_tier(tmp_path, kind, file_system):
     numel = 1_000_001
     layouts = [TensorLayout(key, torch.float32, (numel,)) for key in "abc"]
     with reflinks.file_system_with_reflinks(tmp_path, file_system) as folder, KINDS[kind](folder, None) as tier:
@@ -354,7 +354,7 @@ def test_states_in_a_safetensors_file_share_the_blocks_that_a_tier_has_of_them(t
         assert load_file(tmp_path / "elsewhere")["a"].equal(tensor(1, numel))
 
 
-def test_an_error_that_nobody_asks_for_is_logged_and_one_that_was_raised_is_not(tier, faults, caplog):
+def test_unretrieved_error_is_logged_and_raised_error_is_not(tier, faults, caplog):
     tier.write("w", tensor(1)).wait(MAX_S)
     faults.add("read", error=5)
     with caplog.at_level(logging.ERROR, "memascend"):
@@ -410,7 +410,7 @@ def test_a_long_step_runs_in_an_executor(tier):
         tier.read("w", out).then(lambda _: None, on=executor).wait(MAX_S)
 
 
-def test_a_thousand_chains_with_the_same_few_buffers(tier):
+def test_thousand_chains_share_a_few_buffers(tier):
     keys, buffers = 8, [torch.empty(4096) for _ in range(4)]
     for key in range(keys):
         tier.write(f"k{key}", tensor(key, 4096))
@@ -428,7 +428,7 @@ def test_a_thousand_chains_with_the_same_few_buffers(tier):
         assert torch.equal(out, tensor(key + 1000 // keys, 4096))
 
 
-def test_all_of_waits_for_the_rest_and_has_the_first_error(tier, faults):
+def test_all_of_waits_for_all_requests_and_raises_an_error(tier, faults):
     for key in "abc":
         tier.write(key, tensor(1)).wait(MAX_S)
     faults.add("read", times=-1 if isinstance(tier, MultiPathTier) else 1, error=5)  # a MultiPathTier reads again, once
@@ -440,7 +440,7 @@ def test_all_of_waits_for_the_rest_and_has_the_first_error(tier, faults):
     assert all_of([tier.read("a", torch.empty(10)), all_of([])]).wait(MAX_S) == [None, []]
 
 
-def test_what_has_not_begun_is_cancelled(tier, faults):
+def test_pending_stage_can_be_cancelled_and_finished_read_cannot(tier, faults):
     tier.write("w", tensor(1)).wait(MAX_S)
     faults.add("read", delay_us=20_000)
     reads = [tier.read("w", torch.empty(50_000)) for _ in range(50)]
@@ -454,7 +454,7 @@ def test_what_has_not_begun_is_cancelled(tier, faults):
     tier.wait(MAX_S)
 
 
-def test_a_wait_gives_up_in_time_and_may_be_repeated(tier, faults):
+def test_wait_times_out_and_may_be_repeated(tier, faults):
     tier.write("w", tensor(1)).wait(MAX_S)
     faults.add("read", times=1, delay_us=200_000)
     read = tier.read("w", torch.empty(50_000))
@@ -463,7 +463,7 @@ def test_a_wait_gives_up_in_time_and_may_be_repeated(tier, faults):
     read.wait(MAX_S)
 
 
-def test_waits_of_many_threads_and_chains_side_by_side(tier):
+def test_many_threads_wait_and_chain_concurrently(tier):
     for key in range(4):
         tier.write(f"k{key}", tensor(key))
 
@@ -482,7 +482,7 @@ def test_waits_of_many_threads_and_chains_side_by_side(tier):
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_close_ends_what_is_under_way_and_what_follows_is_refused(tier, faults):
+def test_close_finishes_pending_requests_and_refuses_later_ones(tier, faults):
     faults.add("write", delay_us=5_000)
     kept = tensor(1)
     writes = [tier.write(f"k{number % 3}", kept) for number in range(12)]
@@ -504,7 +504,7 @@ def test_close_ends_what_is_under_way_and_what_follows_is_refused(tier, faults):
             call()
 
 
-def test_close_from_a_callback(tier):
+def test_callback_may_close_the_tier(tier):
     tier.write("w", tensor(1)).then(lambda _: tier.close()).wait(MAX_S)
     with pytest.raises(RuntimeError, match="is closed"):
         tier.write("w", tensor(1))
@@ -519,7 +519,7 @@ def threads() -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of_a_closed_tier(kind, tmp_path):
+def test_closed_tier_leaves_no_files_threads_or_descriptors(kind, tmp_path):
     def use(folder):
         folder.mkdir()
         tier = KINDS[kind](folder, None)
@@ -569,13 +569,13 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*/*") if path.name != "store"]
 
 
-def test_a_process_that_ends_closes_its_tiers_and_lets_chains_run(tmp_path):
+def test_process_exit_closes_tiers_and_lets_chains_run(tmp_path):
     done = run("sys.modules['kept'] = [sys, tiers]", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "followed\n" * len(KINDS), "")
     assert left_in(tmp_path) == []
 
 
-def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(tmp_path):
+def test_forked_child_is_refused_and_removes_nothing_of_its_parent(tmp_path):
     done = run(
         """
 all_of(ends).wait()
@@ -605,7 +605,7 @@ for each, tier in zip(pending, tiers):
     assert left_in(tmp_path) == []
 
 
-def test_the_folder_of_a_killed_process_is_collected_and_that_of_a_living_one_is_not(tmp_path):
+def test_only_folders_of_killed_processes_are_collected(tmp_path):
     (tmp_path / "memascend-scratch-notes").mkdir()
     (tmp_path / "memascend-scratch-notes" / "mine").write_text("keep")
     with FileTier(tmp_path, "the living") as tier:
@@ -625,7 +625,7 @@ def test_the_folder_of_a_killed_process_is_collected_and_that_of_a_living_one_is
 
 
 @pytest.mark.parametrize(("error", "attempts"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
-def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error, attempts, tmp_path, monkeypatch):
+def test_failed_growth_is_retried_smaller_only_if_space_is_missing(error, attempts, tmp_path, monkeypatch):
     with _in_file(tmp_path, None) as tier:
         asked = []
 
@@ -641,7 +641,7 @@ def test_a_file_that_cannot_grow_asks_for_less_only_where_space_is_missing(error
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tier_that_is_dropped_without_close_ends_once_nothing_is_under_way(kind, tmp_path, faults):
+def test_dropped_tier_ends_once_its_requests_have_finished(kind, tmp_path, faults):
     """Requests in flight end, their callbacks run, and descriptors are closed, without a reference to the tier."""
     before, told = len(os.listdir("/proc/self/fd")), threading.Event()
     faults.add("write", delay_us=300_000, times=1)

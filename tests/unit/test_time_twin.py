@@ -24,19 +24,19 @@ def c1():
     return machine_from_testbed(load_testbed("memascend-c1"))
 
 
-def test_the_length_lies_on_the_line_through_two_that_were_tried():
+def test_length_is_interpolated_between_two_tried_lengths():
     tried = [(32, 2.0), (128, 5.0)]
     assert time_twin.tokens_for(3.5, tried) == 80
     assert time_twin.tokens_for(0.1, tried) == 8  # below the floor: the shortest
 
 
-def test_a_steps_bytes_take_the_wanted_seconds_in_the_testbeds_ratio(c1):
+def test_rates_match_the_wanted_seconds_and_the_testbeds_ratio(c1):
     read, write = time_twin.rates_for(20.0, 10e9, 9e9, c1)
     assert 10e9 / read + 9e9 / write == pytest.approx(20.0)
     assert read / write == pytest.approx(14 / 9.5)
 
 
-def test_the_seconds_aimed_at_are_those_of_the_first_arm_on_the_testbed(c1):
+def test_target_device_time_scales_with_batch_and_transfers_do_not(c1):
     small = time_twin.target_ratios(
         time_twin.parse([*CELL, "--testbed", "memascend-c1", "--ranks", "2", "--batch", "8"]), c1
     )
@@ -47,7 +47,7 @@ def test_the_seconds_aimed_at_are_those_of_the_first_arm_on_the_testbed(c1):
     assert large["ssd"] == small["ssd"] > small["host"] == large["host"] > 0
 
 
-def test_an_arm_is_set_against_the_first_round_by_round():
+def test_arm_is_compared_with_the_first_round_by_round():
     labels = {"system": "s", "arm": "a", "dtype": "fp16"}
     rest = {"overflow_check_s": [2.0, 2.0], "host_s": [3.0, 3.0]}
     first = {**labels, "forward_s": [1.0, 1.0], "backward_s": [2.0, 3.0], "optimizer_s": [9.0, 8.0], **rest}
@@ -58,7 +58,7 @@ def test_an_arm_is_set_against_the_first_round_by_round():
     assert found["fewer_seconds"]["forward_s"] == 0
 
 
-def test_a_share_of_a_cpu_is_held_to_by_the_kernel():
+def test_kernel_enforces_the_cpu_share():
     try:
         with throttled.limited_cpu() as limit:
             limit(0.2)
@@ -82,7 +82,7 @@ def _limited_cpu(folder):
 
 
 @pytest.mark.parametrize("limits", [_throttled_paths, _limited_cpu])
-def test_an_interrupted_run_leaves_no_group_behind_while_its_child_lives_on(tmp_path, limits):
+def test_interrupted_run_leaves_no_control_group_while_its_child_lives(tmp_path, limits):
     child = None
     try:
         with contextlib.suppress(KeyboardInterrupt), limits(tmp_path):
@@ -102,7 +102,7 @@ def test_an_interrupted_run_leaves_no_group_behind_while_its_child_lives_on(tmp_
 
 
 @pytest.mark.parametrize("share", ["0.05", "-1"])
-def test_a_share_of_a_cpu_that_the_kernel_does_not_give_is_refused_in_one_line_before_anything_runs(share, capsys):
+def test_cpu_share_below_kernel_minimum_is_refused_in_one_line(share, capsys):
     words = [*CELL, "--testbed", "memascend-c1", "--batch", "8", f"--cpu-share={share}"]
     assert time_twin.main(words) == 2
     said = capsys.readouterr().err.splitlines()

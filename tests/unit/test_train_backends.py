@@ -59,7 +59,7 @@ def test_every_backend_is_found_by_its_name():
         backends.load("nothing")
 
 
-def test_half_precision_gradients_are_converted_as_the_kernel_reads_them(monkeypatch):
+def test_kernel_converts_half_precision_gradients_without_a_copy(monkeypatch):
     """No fp32 copy is made of them, and the bits are those of a copy."""
     stock, seen = adamw.adamw_, []
 
@@ -78,7 +78,7 @@ def test_half_precision_gradients_are_converted_as_the_kernel_reads_them(monkeyp
     assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
 
 
-def test_activations_on_the_ssd_change_no_bit_and_their_bytes_are_a_step_s(tmp_path):
+def test_ssd_activations_change_no_bit_and_are_counted_per_step(tmp_path):
     ids = torch.arange(16 * 512).reshape(16, 512) % 128
     kept, sent = built(), built(checkpointing="ssd", activations="all", folder=str(tmp_path))
     for number in range(2):
@@ -105,7 +105,7 @@ def test_activations_on_the_ssd_change_no_bit_and_their_bytes_are_a_step_s(tmp_p
         pytest.param("deepspeed", {}, marks=pytest.mark.deepspeed),
     ],
 )
-def test_what_goes_on_from_saved_states_goes_on_to_the_same_bits(tmp_path, update, changes):
+def test_resume_from_saved_states_gives_the_same_bits(tmp_path, update, changes):
     whole = built(update, 5000, **changes)
     all_losses = steps(whole, 5)
     first = built(update, 5000, **changes)
@@ -125,7 +125,7 @@ def test_what_goes_on_from_saved_states_goes_on_to_the_same_bits(tmp_path, updat
         backend.close()
 
 
-def test_fp32_in_memory_is_the_plain_loop_of_pytorch():
+def test_fp32_in_memory_matches_the_plain_pytorch_loop():
     """The usual loop, on the same weights: forward, backward, clip_grad_norm_, torch.optim.AdamW."""
     from memascend.integrations.pretrained import in_memory_model
 
@@ -148,7 +148,7 @@ def test_fp32_in_memory_is_the_plain_loop_of_pytorch():
         torch.testing.assert_close(weights(ours)[name], parameter.detach(), rtol=1e-4, atol=2e-6)
 
 
-def test_a_parameter_without_a_gradient_gets_one_of_zero():
+def test_parameter_without_gradient_gets_a_zero_gradient():
     """ZeRO's flat groups behave like this: weight decay and the moments continue."""
     backend = built(weight_decay=0.1)
     steps(backend, 1)
@@ -166,7 +166,7 @@ def test_a_parameter_without_a_gradient_gets_one_of_zero():
     assert before.abs().max() > 0
 
 
-def test_an_infinite_gradient_skips_the_step_and_leaves_weights_and_states():
+def test_infinite_gradient_skips_the_step_and_leaves_weights_unchanged():
     backend = built(dtype="fp16")
     steps(backend, 1)
     before, scale = weights(backend), backend.loss_scale()
@@ -181,7 +181,7 @@ def test_an_infinite_gradient_skips_the_step_and_leaves_weights_and_states():
 
 
 @pytest.mark.deepspeed
-def test_the_loss_scale_is_deepspeeds():
+def test_loss_scale_matches_deepspeed():
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     theirs = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, raise_error_at_min_scale=True)
@@ -202,14 +202,14 @@ def test_the_loss_scale_is_deepspeeds():
     assert 1 < ours.value != 2.0**16
 
 
-def test_a_loss_scale_that_cannot_fall_any_further_is_one_line():
+def test_loss_scale_at_its_minimum_raises_an_error():
     scale = LossScale(1.0, patience=1)
     with pytest.raises(ValueError, match="training has diverged; lower --learning-rate"):
         scale.after_step(True)
 
 
 @pytest.mark.parametrize("name", ["torch", "memascend", pytest.param("deepspeed", marks=pytest.mark.deepspeed)])
-def test_an_update_is_torchs_adamw_within_rounding(name):
+def test_update_matches_torch_adamw_within_rounding(name):
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(999, generator=generator)
     parameter = master.clone().requires_grad_()
@@ -240,13 +240,13 @@ def test_an_update_is_torchs_adamw_within_rounding(name):
         ({"system": "memascend", "dtype": "fp32"}, "dtype 'fp32' is for --system in_memory"),
     ],
 )
-def test_what_cannot_be_trained_in_memory_is_one_line(changes, said):
+def test_unsupported_in_memory_options_give_a_one_line_error(changes, said):
     with pytest.raises(ValueError, match=said) as refused:
         systems.check(dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(refused.value)
 
 
-def test_a_system_on_deepspeed_is_refused_where_that_is_not_installed(monkeypatch):
+def test_deepspeed_system_is_refused_if_deepspeed_is_missing(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: None if name == "deepspeed" else found(name, *of)
@@ -259,7 +259,7 @@ def test_a_system_on_deepspeed_is_refused_where_that_is_not_installed(monkeypatc
 
 
 @pytest.mark.parametrize("checkpointing", ["plain", "offloaded"])
-def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpointing):
+def test_traced_step_shows_phases_and_blocks_forward_and_backward(checkpointing):
     backend, recorder = built(checkpointing=checkpointing), Recorder()
     backend.trace(recorder)
     steps(backend, 1)
@@ -271,7 +271,7 @@ def test_a_traced_step_has_its_phases_and_its_blocks_forward_and_back(checkpoint
     assert blocks == 2 * once
 
 
-def test_a_traced_step_has_every_byte_of_its_activation_cache(tmp_path):
+def test_trace_counts_every_byte_of_the_activation_cache(tmp_path):
     work = {"checkpointing": "ssd", "activations": "all", "twin": 64}  # in a twin, small tensors are offloaded too
     backend, recorder = built(folder=str(tmp_path), **work), Recorder()
     backend.trace(recorder)
@@ -285,7 +285,7 @@ def test_a_traced_step_has_every_byte_of_its_activation_cache(tmp_path):
 
 
 @pytest.mark.parametrize("states", ["fp32", "int8"])
-def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true(states):
+def test_placed_run_gives_same_bits_and_a_correct_ledger(states):
     work = {"checkpointing": "offloaded", "context": 16, "batch": 2, "states": states}
     plain, placed = built("memascend", **work), built("memascend", placement="latency_first", **work)
     assert steps(placed, 2) == steps(plain, 2)
@@ -298,7 +298,7 @@ def test_a_placed_run_trains_to_the_same_bits_and_its_ledger_is_true(states):
     assert found["wrong"] == []
 
 
-def test_a_ledger_that_is_not_true_is_noticed():
+def test_wrong_ledger_entry_is_reported():
     ledger = Ledger()
     tensor = PageAlignedPinnedAllocator(ledger, placement=on_node(0)).allocate(
         4096, torch.float32, name="states", owner="momentum"

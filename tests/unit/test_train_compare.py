@@ -48,7 +48,7 @@ def run(folder, *, loss=2.5, corrupt=None, groups=GROUPS):
     return folder
 
 
-def test_equal_runs_are_equal_also_where_their_groups_are_others(tmp_path):
+def test_equal_runs_compare_equal_despite_different_groups(tmp_path):
     one_group = [[part for group in GROUPS for part in group]]
     found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a"), run(tmp_path / "b", groups=one_group))
     assert found["verdict"] == "equal"
@@ -71,13 +71,13 @@ def test_one_corrupted_element_is_named(tmp_path, state):
     assert said.splitlines()[-1] == "verdict: DIFFERENT; every bit should be equal"
 
 
-def test_a_loss_that_differs_is_enough(tmp_path):
+def test_different_loss_alone_makes_runs_different(tmp_path):
     found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a", loss=2.5000002), run(tmp_path / "b"))
     assert found["verdict"] == "different"
     assert [step["equal"] for step in found["steps"]] == [False, False]
 
 
-def test_another_adamw_is_held_to_a_bound(tmp_path):
+def test_other_adamw_is_compared_within_a_bound(tmp_path):
     torch_adamw = dataclasses.replace(CONFIG, system="in_memory")
     bound = verify.expectation(torch_adamw, REFERENCE).bound
     assert bound == pytest.approx(2 * (0.1 / 0.001**0.5) * (5e-4 + 5e-4), rel=1e-6)
@@ -89,7 +89,7 @@ def test_another_adamw_is_held_to_a_bound(tmp_path):
 
 
 @pytest.mark.parametrize("corrupt", [None, ("master", 3, 1.0)])
-def test_the_exit_status_is_the_verdict(tmp_path, monkeypatch, capsys, corrupt):
+def test_exit_status_reflects_the_verdict(tmp_path, monkeypatch, capsys, corrupt):
     found = verify.report(CONFIG, REFERENCE, run(tmp_path / "a", corrupt=corrupt), run(tmp_path / "b"))
     asked = []
     monkeypatch.setattr(verify, "verify", lambda config, *_: asked.append(config.steps) or found)
@@ -101,7 +101,7 @@ def test_the_exit_status_is_the_verdict(tmp_path, monkeypatch, capsys, corrupt):
     assert asked == [4, None]  # the steps of a configuration are those of the whole training
 
 
-def test_a_nan_and_a_zero_of_another_sign_differ():
+def test_nan_and_negative_zero_count_as_differences():
     one = torch.tensor([0.0, 1.0, 2.0])
     assert difference("w", one, one.clone()) is None
     negative = difference("w", torch.tensor([-0.0, 1.0, 2.0]), one)
@@ -111,7 +111,7 @@ def test_a_nan_and_a_zero_of_another_sign_differ():
         difference("w", one, one.bfloat16())
 
 
-def test_runs_of_other_models_are_refused(tmp_path):
+def test_runs_of_different_models_are_refused(tmp_path):
     other = [[("embed.weight", 6), ("c.weight", 4)], [("b.weight", 5)]]
     a, b = run(tmp_path / "a"), run(tmp_path / "b", groups=other)
     with (
@@ -132,12 +132,12 @@ def test_runs_of_other_models_are_refused(tmp_path):
         ({"system": "in_memory"}, "zero_offload", None),
     ],
 )
-def test_the_reference_has_the_adamw_of_what_is_tested(changes, system, arm):
+def test_reference_uses_the_adamw_of_the_tested_run(changes, system, arm):
     found = verify.reference_of(dataclasses.replace(CONFIG, **changes), None)
     assert (found.system, found.arm) == (system, arm)
 
 
-def test_a_reference_that_cannot_be_is_one_line():
+def test_impossible_reference_is_refused():
     with pytest.raises(ValueError, match="--reference: 'gpu' is unknown; choose one of in_memory, zero_offload"):
         verify.reference_of(CONFIG, "gpu")
     with pytest.raises(

@@ -49,7 +49,7 @@ def write(path, text):
         ("model: m\ndata: d\ntwin: 3\n", "--twin 3 is not a power of two"),
     ],
 )
-def test_a_wrong_configuration_is_one_line_that_names_the_key(tmp_path, capsys, text, said):
+def test_invalid_configuration_gives_one_line_that_names_the_key(tmp_path, capsys, text, said):
     assert said in refusal(capsys, "--config", write(tmp_path / "run.yaml", text))
 
 
@@ -69,20 +69,20 @@ def test_a_wrong_configuration_is_one_line_that_names_the_key(tmp_path, capsys, 
         (["--resume"], "--resume needs the run's folder"),
     ],
 )
-def test_a_wrong_flag_is_one_line(capsys, arguments, said):
+def test_invalid_flag_gives_a_one_line_error(capsys, arguments, said):
     assert said in refusal(capsys, *arguments)
 
 
-def test_a_missing_file_is_one_line(tmp_path, capsys):
+def test_missing_configuration_file_gives_a_one_line_error(tmp_path, capsys):
     assert "cannot read the configuration" in refusal(capsys, "--config", str(tmp_path / "none.yaml"))
 
 
-def test_a_flag_wins_over_the_file(tmp_path, capsys):
+def test_flag_overrides_the_configuration_file(tmp_path, capsys):
     path = write(tmp_path / "run.yaml", "model: m\ndata: d\ntwin: 4\n")
     assert "--twin 6 is not a power of two" in refusal(capsys, "--config", path, "--twin", "6")
 
 
-def test_numbers_without_a_dot_are_numbers():
+def test_numbers_without_a_decimal_point_are_read_as_numbers():
     """YAML 1.1 reads 1e-5 as text."""
     assert checked("learning_rate", "1e-5", "here") == 1e-5
     assert checked("clip", 1, "here") == 1.0
@@ -90,7 +90,7 @@ def test_numbers_without_a_dot_are_numbers():
     assert from_text("steps", "12") == 12
 
 
-def test_every_key_has_a_flag_and_a_help_text():
+def test_every_key_has_a_flag_in_the_help():
     done = subprocess.run(
         [sys.executable, "-m", "memascend.cli", "train", "--help"], capture_output=True, text=True, check=True
     )
@@ -98,7 +98,7 @@ def test_every_key_has_a_flag_and_a_help_text():
         assert f"--{name.replace('_', '-')}" in done.stdout
 
 
-def test_the_help_of_system_names_every_one_that_the_command_takes(capsys):
+def test_help_of_system_option_names_every_accepted_system(capsys):
     for command in ("plan", "train"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
@@ -107,7 +107,7 @@ def test_the_help_of_system_names_every_one_that_the_command_takes(capsys):
         assert sorted(set(systems.names()) & set(re.findall(r"\w+", words))) == taken
 
 
-def test_a_configuration_survives_its_file(tmp_path):
+def test_configuration_survives_a_round_trip_through_its_file(tmp_path):
     import yaml
 
     config = complete({"model": "m", "data": ["a", "b"], "steps": 3, "learning_rate": 1e-5, "arm": None})
@@ -117,20 +117,20 @@ def test_a_configuration_survives_its_file(tmp_path):
     json.dumps(config.as_dict())
 
 
-def test_a_resumed_run_may_change_its_end_and_nothing_that_made_its_losses():
+def test_resumed_run_may_change_its_end_but_not_its_seed():
     saved = TrainConfig(model="m", data=["d"], steps=10).as_dict()
     assert resumed(saved, {"steps": 20, "keep": 1, "model": "m"}).steps == 20
     with pytest.raises(ValueError, match="'seed' was 0, not 1"):
         resumed(saved, {"seed": 1})
 
 
-def test_initialised_weights_learn_faster_by_default():
+def test_random_weights_get_a_higher_default_learning_rate():
     assert TrainConfig(model="m").peak_learning_rate == 1e-5
     assert TrainConfig(model="m", random_weights=True).peak_learning_rate == 5e-4
     assert TrainConfig(model="m", random_weights=True, learning_rate=0.1).peak_learning_rate == 0.1
 
 
-def test_a_setting_that_was_not_given_is_named_by_what_it_was():
+def test_refusal_says_what_an_unset_option_was():
     saved = {"model": "m", "data": ["d"], "system": "lohan"}
     rate = complete(saved).peak_learning_rate
     with pytest.raises(ValueError, match=rf"'learning_rate' was {rate:g}, not 0\.5; leave it out"):

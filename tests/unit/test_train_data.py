@@ -16,7 +16,7 @@ from memascend.training.progress import Progress, StepRecord, byte_count, durati
 from memascend.training.schedule import learning_rate, sequence_numbers
 
 
-def test_every_epoch_shows_every_sequence_once_in_an_order_of_its_own():
+def test_every_epoch_shows_each_sequence_once_in_its_own_order():
     order = sequence_numbers(0, 30, sequences=10, seed=3)
     epochs = [order[i : i + 10] for i in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -26,7 +26,7 @@ def test_every_epoch_shows_every_sequence_once_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_learning_rate_rises_and_falls_as_named(schedule):
+def test_learning_rate_follows_its_named_schedule(schedule):
     rates = [learning_rate(s, peak=1.0, steps=100, warmup=10, schedule=schedule) for s in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (n + 1) for n in range(10)])
     falling = rates[10:]
@@ -36,7 +36,7 @@ def test_the_learning_rate_rises_and_falls_as_named(schedule):
     assert 0 < rates[-1] <= 1.0
 
 
-def test_warm_up_has_a_default_and_no_run_is_too_short_for_it():
+def test_warmup_has_a_default_that_fits_even_one_step():
     assert learning_rate(0, peak=1.0, steps=100, warmup=None, schedule="linear") == pytest.approx(1 / 3)
     assert learning_rate(0, peak=1.0, steps=1, warmup=None, schedule="linear") == 1.0
     assert learning_rate(0, peak=1.0, steps=5, warmup=0, schedule="linear") == 1.0
@@ -77,19 +77,19 @@ def test_documents_come_from_files_folders_and_json_lines(tmp_path):
         ("{folder}/rows.jsonl", {"field": "body"}, "line 1: not a JSON object with the field 'body'"),
     ],
 )
-def test_text_that_is_not_there_is_one_line(tmp_path, source, options, said):
+def test_missing_text_gives_an_error_that_names_it(tmp_path, source, options, said):
     folder = text_folder(tmp_path)
     with pytest.raises(ValueError, match=said):
         list(documents(source.format(folder=folder), **options))
 
 
-def test_half_of_a_surrogate_pair_is_named_with_its_line(tmp_path):
+def test_lone_surrogate_is_refused_with_its_line_number(tmp_path):
     (tmp_path / "half.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
     with pytest.raises(ValueError, match=r"half\.jsonl, line 2: half of a surrogate pair"):
         list(documents(tmp_path / "half.jsonl"))
 
 
-def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
+def test_tokenizer_trained_on_a_text_reproduces_the_text(tmp_path):
     folder = text_folder(tmp_path)
     texts = documents(folder, pattern="*.py")
     train_tokenizer(texts, 300, tmp_path / "tokenizer")
@@ -106,14 +106,14 @@ def test_a_tokenizer_trained_on_the_text_gives_the_text_back(tmp_path):
         train_tokenizer(texts, 100, tmp_path / "other")
 
 
-def test_a_model_folder_without_a_tokenizer_has_none(tmp_path):
+def test_no_tokenizer_is_loaded_from_a_folder_without_one(tmp_path):
     """transformers 5 makes one from the configuration alone, which has no words: every text became no token."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
     assert load_tokenizer(tmp_path, tmp_path / "out") is False
     assert not (tmp_path / "out").exists()
 
 
-def test_packing_loses_nothing_but_the_end_and_keeps_whole_documents_apart(tmp_path):
+def test_packing_drops_only_the_tail_and_separates_evaluation_documents(tmp_path):
     texts = [chr(97 + n) * (n + 1) for n in range(200)]
     counts = data.write_tokens(
         tmp_path, texts, lambda batch: [[*map(ord, text), 0] for text in batch], seed=1, eval_share=0.2
@@ -159,7 +159,7 @@ def shown(tmp_path, *, terminal, log_every=1, steps=40):
     return out.getvalue()
 
 
-def test_in_a_log_a_line_is_a_line_without_control_characters(tmp_path):
+def test_log_consists_of_plain_lines_without_control_characters(tmp_path):
     text = shown(tmp_path, terminal=False)
     assert all(character.isprintable() or character == "\n" for character in text)
     lines = text.splitlines()
@@ -171,7 +171,7 @@ def test_in_a_log_a_line_is_a_line_without_control_characters(tmp_path):
     assert "0:01:18" in lines[1]
 
 
-def test_the_time_left_counts_the_evaluations_to_come(tmp_path):
+def test_time_left_includes_future_evaluations(tmp_path):
     def lefts(**more):
         out = io.StringIO()
         progress = Progress(out, tmp_path / "m.jsonl", terminal=False, steps=6, log_every=1, **more)
@@ -205,13 +205,13 @@ def test_a_log_says_once_how_long_an_evaluation_takes(tmp_path):
     assert "evaluating: 3 of 4 sequences, 0:01:00 left" in said(True, 60.0)
 
 
-def test_on_a_terminal_steps_between_lines_overwrite_themselves(tmp_path):
+def test_terminal_overwrites_steps_between_printed_lines(tmp_path):
     text = shown(tmp_path, terminal=True, log_every=10)
     assert text.count("\n") == 1 + 1 + 4 + 1  # header, first step, every tenth, evaluation
     assert "\r" in text
 
 
-def test_metrics_hold_every_step_to_the_last_bit(tmp_path):
+def test_metrics_record_every_loss_to_the_last_bit(tmp_path):
     progress = Progress(io.StringIO(), tmp_path / "m.jsonl", terminal=False, steps=3, log_every=2)
     losses = [0.1 + 0.2, 1 / 3, float(np.float32(1 / 3))]
     for step, loss in enumerate(losses, 1):
@@ -226,7 +226,7 @@ class Gone(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_reader_that_went_away_does_not_stop_training(tmp_path):
+def test_closed_output_pipe_does_not_stop_the_metrics(tmp_path):
     progress = Progress(Gone(), tmp_path / "m.jsonl", terminal=True, steps=3, log_every=2)
     for step in (1, 2, 3):
         progress.step(record(step))
@@ -241,7 +241,7 @@ def test_sizes_and_times_read_well():
     assert [duration(s) for s in (0.4, 61, 3661, 200_000)] == ["0:00:00", "0:01:01", "1:01:01", "2 d 07 h"]
 
 
-def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
+def test_too_little_memory_or_disk_is_refused_before_the_start(tmp_path):
     config = TrainConfig(model="m", data=["d"])
     prepared = {"planned_host_bytes": 1 << 50, "planned_components": {"pool": 1 << 49}, "parameters": 10}
     with pytest.raises(ValueError, match=r"needs 1048576 GiB of host memory .* are missing; largest part: pool"):
@@ -273,7 +273,7 @@ def test_too_little_memory_or_disk_is_said_before_the_start(tmp_path):
         preflight.check(devices, prepared | {"planned_host_bytes": 1, "parameters": 10**6}, tmp_path, tmp_path)
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_one_line_also_where_a_text_goes_on(tmp_path):
+def test_unloadable_tokenizer_is_refused_when_continuing_a_text(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} cannot be loaded: "):

@@ -38,21 +38,21 @@ def written(path):
     return writer
 
 
-def test_the_safetensors_library_reads_what_is_written_tensor_by_tensor(tmp_path):
+def test_safetensors_library_reads_a_file_written_tensor_by_tensor(tmp_path):
     written(tmp_path / "t.safetensors")
     loaded = load_file(tmp_path / "t.safetensors")
     assert set(loaded) == set(TENSORS)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_the_checksum_is_of_the_whole_file(tmp_path):
+def test_checksum_covers_the_whole_file(tmp_path):
     path = tmp_path / "t.safetensors"
     writer = written(path)
     assert writer.checksum == zlib.crc32(path.read_bytes()) == checkpoint.file_checksum(path)
     assert writer.size == path.stat().st_size
 
 
-def test_aligned_tensors_begin_at_whole_blocks_and_what_lies_between_is_no_tensor_of_ours(tmp_path):
+def test_aligned_tensors_begin_at_whole_blocks_and_padding_is_hidden(tmp_path):
     path = tmp_path / "t.safetensors"
     with TensorFileWriter(path, layouts(), aligned=True) as writer:
         for name, tensor in TENSORS.items():
@@ -80,7 +80,7 @@ def test_a_tensor_is_read_into_given_or_new_memory(tmp_path):
             reader.read("other")
 
 
-def test_tensors_that_are_missing_or_differ_are_refused(tmp_path):
+def test_missing_or_mismatched_tensors_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"0 of 6 tensors were written"), TensorFileWriter(tmp_path / "a", layouts()):
         pass
     with (
@@ -90,7 +90,7 @@ def test_tensors_that_are_missing_or_differ_are_refused(tmp_path):
         writer.write("fp32", TENSORS["fp32"])
 
 
-def test_a_file_that_ends_early_is_an_error(tmp_path):
+def test_truncated_file_raises_an_error(tmp_path):
     path = tmp_path / "t.safetensors"
     written(path)
     os.truncate(path, path.stat().st_size - 5)
@@ -105,7 +105,7 @@ def make_checkpoint(folder, step):
     return checkpoint.commit(partial, step, {}, {"ranks": 1})
 
 
-def test_checkpoints_are_listed_by_step_and_the_oldest_go(tmp_path):
+def test_checkpoints_are_listed_by_step_and_the_oldest_removed(tmp_path):
     for step in (30, 4, 200):
         make_checkpoint(tmp_path, step)
     assert [c.step for c in checkpoint.listed(tmp_path)[0]] == [4, 30, 200]
@@ -121,7 +121,7 @@ def test_a_checkpoint_with_a_short_file_is_not_listed(tmp_path):
     assert "model/weights has 1 bytes, expected 2" in refused[0]
 
 
-def test_a_changed_byte_is_found_before_it_is_used(tmp_path):
+def test_changed_byte_is_detected_by_the_checksum(tmp_path):
     path = make_checkpoint(tmp_path, 3)
     (path / "model" / "weights").write_bytes(b"wxw")
     found = checkpoint.listed(tmp_path)[0][0]
@@ -146,7 +146,7 @@ while True:
 """
 
 
-def test_a_kill_while_saving_leaves_the_checkpoints_before_whole(tmp_path):
+def test_kill_while_saving_leaves_earlier_checkpoints_intact(tmp_path):
     import random
 
     last, rng = 0, random.Random(1)
@@ -170,7 +170,7 @@ def test_a_kill_while_saving_leaves_the_checkpoints_before_whole(tmp_path):
         assert not list(tmp_path.glob(".*"))
 
 
-def test_the_link_to_the_newest_weights_moves_and_spares_what_is_not_ours(tmp_path):
+def test_link_to_newest_weights_moves_and_never_replaces_a_folder(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     link = tmp_path / "model"
@@ -196,19 +196,19 @@ def test_an_existing_folder_needs_resume_or_another_name(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_a_run_killed_while_it_wrote_its_configuration_stands_in_nobodys_way(tmp_path):
+def test_half_written_configuration_does_not_block_a_new_run(tmp_path):
     (tmp_path / ".config.yaml.partial").write_text("model: ")
     (tmp_path / "run.lock").touch()
     RunFolder(tmp_path).open(resume=False).close()
 
 
-def test_nothing_to_resume_is_said(tmp_path):
+def test_resume_of_a_missing_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to resume"):
         RunFolder(tmp_path / "none").open(resume=True)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_folder_in_use_is_refused_and_free_again_after_its_process(tmp_path):
+def test_folder_in_use_is_refused_until_its_lock_is_released(tmp_path):
     lock = RunFolder(tmp_path / "run").open(resume=False)
     lock.say(f"pid {os.getpid()}")
     with pytest.raises(ValueError, match=f"is in use by pid {os.getpid()}"):
@@ -221,13 +221,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_call_that_fails_takes_its_lock_and_its_folders_away(tmp_path):
+def test_failed_call_removes_its_lock_and_new_folders(tmp_path):
     with pytest.raises(KeyError), RunFolder(tmp_path / "new" / "run").held(resume=False):
         raise KeyError
     assert names(tmp_path) == []
 
 
-def test_a_call_that_fails_leaves_what_was_there_before(tmp_path):
+def test_failed_call_leaves_existing_files_and_folders(tmp_path):
     (tmp_path / "logs").mkdir()
     with pytest.raises(KeyError), RunFolder(tmp_path).held(resume=False):
         raise KeyError
@@ -238,7 +238,7 @@ def test_a_call_that_fails_leaves_what_was_there_before(tmp_path):
     assert names(tmp_path) == ["logs", "run.lock"]
 
 
-def test_a_run_that_can_be_gone_on_with_keeps_its_lock_file(tmp_path):
+def test_resumable_run_keeps_its_lock_file(tmp_path):
     def train():
         with RunFolder(tmp_path).held(resume=False):
             (tmp_path / "config.yaml").write_text("model: m")
@@ -249,7 +249,7 @@ def test_a_run_that_can_be_gone_on_with_keeps_its_lock_file(tmp_path):
     assert names(tmp_path) == ["config.yaml", "run.lock"]
 
 
-def test_who_waits_for_a_folder_does_not_lock_a_file_that_was_removed(tmp_path, monkeypatch):
+def test_waiting_lock_is_not_taken_on_a_removed_file(tmp_path, monkeypatch):
     """The file is opened before its holder removes it, and locked afterwards:
     another process could lock the next file of that name."""
     from memascend.training import folder
@@ -293,7 +293,7 @@ def dead_swap_folder(parent):
     return type(parent)(done.stdout.strip())
 
 
-def test_swap_files_of_a_dead_run_are_removed_and_it_is_said(tmp_path):
+def test_swap_files_of_a_dead_run_are_removed_and_reported(tmp_path):
     folder = dead_swap_folder(tmp_path)
     [line] = collect_dead(tmp_path)
     assert "removed 3 MiB of swap files of the dead run /the/run" in line
@@ -322,7 +322,7 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-def test_ranks_that_are_still_dying_are_waited_for_by_their_own_run_alone(tmp_path):
+def test_only_its_own_run_waits_for_dying_ranks(tmp_path):
     """If a run is killed and resumed at once, its ranks release their swap files only when they have exited."""
     folder = dead_swap_folder(tmp_path)
     rank = [sys.executable, "-c", HOLD_A_SWAP_FOLDER, str(folder), "2"]
@@ -336,7 +336,7 @@ def test_ranks_that_are_still_dying_are_waited_for_by_their_own_run_alone(tmp_pa
     assert not folder.exists()
 
 
-def test_what_is_not_ours_is_never_removed(tmp_path):
+def test_foreign_files_are_never_removed(tmp_path):
     folder = dead_swap_folder(tmp_path)
     (folder / "thesis.txt").write_text("mine")
     (folder / "link.swp").symlink_to(tmp_path)
@@ -354,7 +354,7 @@ def test_what_is_not_ours_is_never_removed(tmp_path):
     assert not (folder / OWNER).exists()
 
 
-def test_metrics_go_back_to_the_checkpoint_and_a_cut_line_is_left_out(tmp_path):
+def test_metrics_rewind_to_the_checkpoint_and_skip_a_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [{"kind": "step", "step": n, "loss": 1 / n} for n in (1, 2, 3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "step", "st')
@@ -363,13 +363,13 @@ def test_metrics_go_back_to_the_checkpoint_and_a_cut_line_is_left_out(tmp_path):
     assert read_metrics(path) == rows[:1]
 
 
-def test_a_row_without_finite_seconds_is_no_step(tmp_path):
+def test_row_without_valid_seconds_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"kind": "step", "step": 1, "seconds": {x}}}\n' for x in ("Infinity", "NaN", "-1", "2")))
     assert [row["seconds"] for row in read_metrics(path)] == [2]
 
 
-def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_path):
+def test_missing_or_damaged_run_file_is_named_with_its_fix(tmp_path):
     folder = RunFolder(tmp_path)
     folder.data.mkdir()
     folder.prepared.write_text('{"train_tokens": 2, "eval_tokens": 0}')
@@ -397,7 +397,7 @@ def test_what_a_run_needs_and_lacks_is_named_with_the_way_to_have_it_again(tmp_p
         read_metrics(folder.metrics)
 
 
-def test_a_step_that_a_kill_cut_off_has_one_row_and_no_part_in_medians(tmp_path):
+def test_interrupted_step_has_one_row_and_no_part_in_medians(tmp_path):
     path, known = tmp_path / "metrics.jsonl", {"tokens": 64, "learning_rate": 1e-3, "loss_scale": None}
     for loss in (2.5, 9.0):  # the second write finds the first one's file
         add_cut_off_step(path, 1, loss=loss, **known)

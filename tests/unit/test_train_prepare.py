@@ -20,7 +20,7 @@ def prepared(tmp_path, **changes):
     return prepare(complete(values | changes), folder), folder
 
 
-def test_a_model_that_is_no_causal_lm_is_refused_by_its_type(tmp_path, text):
+def test_non_causal_model_is_refused_with_its_type(tmp_path, text):
     (tmp_path / "t5").mkdir()
     config = {"model_type": "t5", "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64, "vocab_size": 512}
     (tmp_path / "t5" / "config.json").write_text(json.dumps(config))
@@ -60,7 +60,7 @@ def text(tmp_path):
         ({"model": "qwen3-30b-a3b", "twin": 64}, "divided by 64 are 12 wide, .* use a smaller --twin"),
     ],
 )
-def test_what_cannot_work_is_one_line(tmp_path, text, changes, said):
+def test_impossible_configuration_gives_a_one_line_error(tmp_path, text, changes, said):
     with pytest.raises(ValueError, match=said) as refused:
         prepared(tmp_path, **changes)
     assert "\n" not in str(refused.value)
@@ -79,14 +79,14 @@ def test_tokens_sizes_and_plan_are_what_the_ranks_need(tmp_path, text):
     assert "one was trained on the text" in facts["notes"][0]
 
 
-def test_a_second_time_gives_the_same_tokens(tmp_path, text):
+def test_preparing_again_gives_the_same_tokens(tmp_path, text):
     first = prepared(tmp_path)[1].data / "train.tokens"
     before = first.read_bytes()
     prepared(tmp_path)
     assert first.read_bytes() == before
 
 
-def test_a_run_that_is_prepared_again_takes_the_text_it_began_with_and_refuses_another(tmp_path, text):
+def test_preparing_again_keeps_the_text_and_refuses_another(tmp_path, text):
     _, folder = prepared(tmp_path)
     files = {path: path.read_bytes() for path in (*folder.data.iterdir(), *folder.tokenizer.iterdir(), folder.text)}
     folder.prepared.unlink()
@@ -105,7 +105,7 @@ def test_a_run_that_is_prepared_again_takes_the_text_it_began_with_and_refuses_a
     assert {path: path.read_bytes() for path in files} == files
 
 
-def test_tokens_that_were_changed_in_place_are_not_gone_on_with(tmp_path, text):
+def test_tokens_changed_in_place_are_refused(tmp_path, text):
     _, folder = prepared(tmp_path)
     preparation.prepare(folder, children.Stopping())
     tokens = folder.data / "train.tokens"

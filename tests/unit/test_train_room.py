@@ -38,7 +38,7 @@ def full_disk(worker):
     return worker
 
 
-def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path):
+def test_full_disk_at_checkpoint_names_path_size_and_resume_command(tmp_path):
     worker = Worker.__new__(Worker)
     worker.folder, worker.step, worker.rank, worker.ranks = RunFolder(tmp_path / "run"), 7, 0, 2
     worker.config = SimpleNamespace(checkpoints="full")
@@ -58,7 +58,7 @@ def test_a_checkpoint_onto_a_full_disk_says_path_bytes_and_how_to_go_on(tmp_path
         full_disk(worker)._save()
 
 
-def test_metrics_onto_a_full_disk_name_their_file_and_how_to_go_on(tmp_path):
+def test_full_disk_at_metrics_names_the_file_and_the_remedy(tmp_path):
     progress = Progress(io.StringIO(), Path("/dev/full"), terminal=False, steps=1, log_every=1)
     with pytest.raises(
         ValueError, match=r"cannot write /dev/full: No space left on device; free some space, and continue with"
@@ -74,7 +74,7 @@ def test_a_trace_into_a_folder_is_refused_before_the_start(tmp_path):
         preflight.check(dataclasses.replace(CONFIG, trace=str(tmp_path)), prepared, tmp_path, None)
 
 
-def test_another_error_of_the_disk_stays_what_it_is(tmp_path):
+def test_other_disk_errors_are_raised_unchanged(tmp_path):
     worker = Worker.__new__(Worker)
     worker.config, worker.step = SimpleNamespace(checkpoints="full"), 7
 
@@ -86,7 +86,7 @@ def test_another_error_of_the_disk_stays_what_it_is(tmp_path):
         worker._save()
 
 
-def test_a_copied_run_goes_on_under_its_new_name(tmp_path, capsys):
+def test_copied_run_continues_under_its_new_name(tmp_path, capsys):
     (tmp_path / "copy").mkdir()
     began = dataclasses.replace(CONFIG, output=str(tmp_path / "old"), system="in_memory")
     launch.save_config(RunFolder(tmp_path / "copy"), began)
@@ -106,7 +106,7 @@ def test_a_copied_run_goes_on_under_its_new_name(tmp_path, capsys):
         (None, "To make it fit, take a smaller model"),  # prepared by an earlier version
     ],
 )
-def test_too_little_memory_names_what_would_fit(tmp_path, fits, said):
+def test_memory_refusal_names_what_would_fit(tmp_path, fits, said):
     prepared = {
         "planned_host_bytes": host_memory().available_bytes + (1 << 40),
         "planned_components": {"pool": 1 << 40},
@@ -127,7 +127,7 @@ def test_too_little_memory_names_what_would_fit(tmp_path, fits, said):
         ("lohan", []),
     ],
 )
-def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, monkeypatch, system, what):
+def test_run_too_large_for_memory_is_offered_only_what_fits(tmp_path, monkeypatch, system, what):
     """Qwen2.5-14B fits into 6 GiB only with the streaming engine, and not at all into 1 GiB."""
     memory = SimpleNamespace(available_bytes=(6 if system != "lohan" else 1) << 30)
     monkeypatch.setattr(preparation, "host_memory", lambda: memory)
@@ -144,7 +144,7 @@ def test_a_run_too_large_for_the_machine_is_told_only_what_fits_it(tmp_path, mon
         assert preparation._plan(config, model_config, 64, [])["what_fits"] is None
 
 
-def test_a_budget_is_refused_before_the_start_also_where_a_run_goes_on(tmp_path):
+def test_run_over_its_memory_budget_is_refused_before_the_start(tmp_path):
     prepared = {"planned_host_bytes": 3 << 30, "planned_components": {"pool": 1 << 30}, "parameters": 10}
     config = dataclasses.replace(CONFIG, host_memory="2GiB")
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_a_budget_is_refused_before_the_start_also_where_a_run_goes_on(tmp_path)
     preflight.check(dataclasses.replace(CONFIG, host_memory="3GiB"), prepared, tmp_path, None)
 
 
-def test_a_budget_is_planned_and_what_would_fit_is_said(tmp_path):
+def test_run_over_its_memory_budget_is_refused_while_preparing(tmp_path):
     values = {"model": "llama3.2-1b", "twin": 32, "data": [str(text_folder(tmp_path))], "context": 64}
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
@@ -164,12 +164,12 @@ def test_a_budget_is_planned_and_what_would_fit_is_said(tmp_path):
     assert not folder.prepared.exists()
 
 
-def test_an_amount_that_is_none_is_one_line():
+def test_invalid_amount_of_memory_is_refused():
     with pytest.raises(ValueError, match="host_memory: '24G' is not an amount of memory: write 24GiB"):
         complete({"model": "m", "data": ["d"], "host_memory": "24G"})
 
 
-def test_a_missing_parent_of_the_swap_folder_is_not_made(tmp_path):
+def test_missing_parent_of_swap_folder_is_refused_and_not_created(tmp_path):
     config = dataclasses.replace(CONFIG, output=str(tmp_path / "run"), nvme=str(tmp_path / "typo" / "swap"), steps=1)
     (tmp_path / "run").mkdir()
     with (
@@ -184,7 +184,7 @@ def documents(*sources):
     return Documents([str(source) for source in sources], pattern="*", field="text", subset=None, split="train")
 
 
-def test_a_mistyped_folder_of_text_is_suggested(tmp_path, monkeypatch):
+def test_mistyped_text_folder_gets_a_suggestion(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"there is no file or folder texst \(did you mean texts\?\); name text"):
@@ -193,13 +193,13 @@ def test_a_mistyped_folder_of_text_is_suggested(tmp_path, monkeypatch):
         documents(tmp_path / "text", tmp_path / "texts")
 
 
-def test_a_link_to_text_that_is_not_there_says_where_it_leads(tmp_path):
+def test_broken_link_to_text_is_refused_with_its_target(tmp_path):
     (tmp_path / "texts").symlink_to("/nowhere/texts")
     with pytest.raises(ValueError, match=r"/texts is a link to /nowhere/texts, which is not there; name text with"):
         documents(tmp_path / "texts")
 
 
-def test_data_that_is_binary_is_said_to_have_been_skipped(tmp_path):
+def test_skipped_binary_data_is_reported(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\xff\xfe\x00" * 100)
     values = {"model": "llama3.2-1b", "twin": 32, "data": [str(tmp_path / "image.png")], "context": 64}
     folder = RunFolder(tmp_path / "run")
@@ -221,7 +221,7 @@ def refusal(config, prepared, folder):
     return str(refused.value)
 
 
-def test_two_tiers_on_one_file_system_have_its_room_once(tmp_path):
+def test_two_tiers_on_one_file_system_share_its_space(tmp_path):
     with small_file_system(tmp_path / "small", 24 << 20) as small:
         tiers = [str(small / "a"), str(small / "b")]
         config, prepared = swaps(tiers=tiers)
@@ -232,7 +232,7 @@ def test_two_tiers_on_one_file_system_have_its_room_once(tmp_path):
         preflight.check(config, prepared, tmp_path, tmp_path)
 
 
-def test_a_smaller_second_disk_counts_for_what_it_has(tmp_path):
+def test_smaller_second_disk_counts_only_its_own_space(tmp_path):
     with (
         small_file_system(tmp_path / "first", 20 << 20) as first,
         small_file_system(tmp_path / "second", 4 << 20) as second,
@@ -246,7 +246,7 @@ def test_a_smaller_second_disk_counts_for_what_it_has(tmp_path):
         assert f"not used by this arm: {first}" in refusal(alone, fits, tmp_path)
 
 
-def test_checkpoints_take_their_room_of_the_tier_on_their_file_system(tmp_path):
+def test_checkpoints_reduce_tier_space_on_the_same_file_system(tmp_path):
     with small_file_system(tmp_path / "small", 40 << 20) as small:
         config, prepared = swaps(tiers=[str(small / "a")])
         preflight.check(config, prepared, small, small)

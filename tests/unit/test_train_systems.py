@@ -27,7 +27,7 @@ def test_the_library_finds_the_systems_by_entry_point():
     assert "memascend" in found.provider().system_names()
 
 
-def test_without_an_entry_point_the_fix_is_said(monkeypatch):
+def test_missing_entry_point_error_names_the_fix(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
     with pytest.raises(ValueError, match=r"no systems are installed .* make setup"):
         found.provider.__wrapped__()
@@ -55,21 +55,21 @@ def test_every_arm_that_is_offered_can_be_configured():
             assert "pinned" in parts
 
 
-def test_half_the_states_are_a_part_of_memascend():
+def test_bf16_states_require_system_memascend_and_dtype_bf16():
     assert setup(states="bf16")[1]["optimizer_states"] == "bf16"
     for changes in ({"system": "zero_offload"}, {"dtype": "fp16"}):
         with pytest.raises(ValueError, match="states 'bf16' are a part of memascend and need dtype bf16"):
             systems.check(dataclasses.replace(CONFIG, states="bf16", **changes))
 
 
-def test_gradients_are_added_up_as_asked():
+def test_gradients_accumulate_in_the_requested_type():
     assert setup()[0]["data_types"]["grad_accum_dtype"] == "fp32"
     assert setup(gradients="bf16")[0]["data_types"]["grad_accum_dtype"] == "bf16"
     with pytest.raises(ValueError, match="gradients 'bf16' need dtype bf16"):
         systems.check(dataclasses.replace(CONFIG, gradients="bf16", dtype="fp16"))
 
 
-def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
+def test_parent_process_imports_neither_torch_nor_deepspeed():
     """The parent lives as long as the ranks do, in the same memory."""
     code = (
         "import sys, memascend.cli, memascend.training.launch; from memascend import systems; "
@@ -80,7 +80,7 @@ def test_the_parent_of_a_run_holds_neither_torch_nor_deepspeed():
     assert done.stdout.strip() == "[]"
 
 
-def test_devices_go_to_the_direct_engine_alone(tmp_path):
+def test_only_the_direct_engine_accepts_devices(tmp_path):
     device = tmp_path / "device"
     device.write_bytes(b"")
     assert setup(devices=[str(device)])[0]["memascend"] == {"devices": [str(device)]}
@@ -93,7 +93,7 @@ def test_devices_go_to_the_direct_engine_alone(tmp_path):
         systems.check(dataclasses.replace(CONFIG, devices=["/dev/nowhere"]))
 
 
-def test_an_arm_of_ssdtrain_is_what_becomes_of_activations():
+def test_ssdtrain_arm_determines_how_activations_are_kept():
     words = {"ssdtrain": "ssd", "hybrid": "ssd", "keep": "none", "recompute": "plain"}
     run = {"system": "ssdtrain", "ranks": 1}
     for arm, checkpointing in words.items():
@@ -108,7 +108,7 @@ def test_an_arm_of_ssdtrain_is_what_becomes_of_activations():
         systems.check(dataclasses.replace(CONFIG, **run))
 
 
-def test_an_arm_s_own_keys_are_defaults_that_the_user_s_replace():
+def test_user_keys_override_the_defaults_of_an_arm():
     wanted = {"model": "m", "data": ["d"], "system": "ssdtrain"}
     assert systems.with_defaults(wanted)["checkpointing"] == "ssd"
     assert systems.with_defaults({**wanted, "arm": "recompute"})["checkpointing"] == "plain"
@@ -116,7 +116,7 @@ def test_an_arm_s_own_keys_are_defaults_that_the_user_s_replace():
     assert systems.with_defaults({"model": "m"}) == {"model": "m"}
 
 
-def test_versions_of_the_states_are_lohan_s_and_others_say_so():
+def test_only_lohan_keeps_state_versions_and_others_refuse_them():
     alone = dataclasses.replace(CONFIG, ranks=1, state_versions="one", system="lohan")
     systems.check(alone)
     for word, versions in {"auto": None, "one": 1, "two": 2, "checkpoint": 1}.items():

@@ -55,7 +55,7 @@ def train(model, optimizer, steps):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("options", [{}, {"wait": True}, {"versions": 1}, {"arm": "none"}], ids=str)
-def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path, options, dtype):
+def test_gradual_unfreezing_trains_as_in_memory_even_after_resume(tmp_path, options, dtype):
     ours, theirs, again = made(dtype), made(dtype), made(dtype)
     plain = AdamW(theirs.parameters(), lr=1e-2)
     expected = train(theirs, plain, range(6))
@@ -77,7 +77,7 @@ def test_what_is_unfrozen_later_trains_as_in_memory_also_after_a_resume(tmp_path
         assert {1, 2, 3, 4, 5, 6} == set(steps.values())
 
 
-def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
+def test_sliced_matrix_stays_unchanged_while_frozen(tmp_path):
     """Slices are summed in another order than in memory, so their values are not compared."""
     ours = made(vocabulary=5000)
     before = {name: values.clone() for name, values in ours.state_dict().items()}
@@ -97,7 +97,7 @@ def test_a_sliced_matrix_is_left_alone_as_long_as_it_is_frozen(tmp_path):
         assert not torch.equal(ours.state_dict()["embed.weight"], before["embed.weight"])
 
 
-def test_unfreezing_that_was_not_announced_names_the_option(tmp_path):
+def test_unannounced_unfreezing_is_refused_with_the_option_to_set(tmp_path):
     ours = made()
     with streaming(tmp_path / "states") as session:
         session.hook(ours)

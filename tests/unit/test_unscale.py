@@ -27,7 +27,7 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(DTYPES), st.booleans(), st.floats(-1e3, 1e3), st.data())
-def test_agrees_with_torch_on_random_bits(dtype, widen, inverse_scale, data):
+def test_result_agrees_with_torch_on_random_bits(dtype, widen, inverse_scale, data):
     bits = 16 if dtype.itemsize == 2 else 32
     words = data.draw(st.lists(st.integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), max_size=150))
     if data.draw(st.booleans()):  # mostly finite values; otherwise nearly every example would overflow
@@ -45,7 +45,7 @@ def test_agrees_with_torch_on_random_bits(dtype, widen, inverse_scale, data):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_sum_has_the_same_bits_with_any_number_of_threads(dtype):
+def test_sum_has_the_same_bits_with_any_thread_count(dtype):
     grad = torch.randn(1_000_003, generator=torch.Generator().manual_seed(1)).to(dtype)
     before = torch.get_num_threads()
     sums = set()
@@ -58,7 +58,7 @@ def test_the_sum_has_the_same_bits_with_any_number_of_threads(dtype):
     assert len(sums) == 1
 
 
-def test_the_norm_survives_what_a_float32_sum_does_not():
+def test_norm_is_accurate_where_a_float32_sum_is_not():
     grad = torch.full((3_000_000,), 1e-3)
     grad[0] = 1e6
     squares = unscale_norm_overflow_(grad, 1.0).sum_squares.item()
@@ -67,14 +67,14 @@ def test_the_norm_survives_what_a_float32_sum_does_not():
 
 @pytest.mark.parametrize("place", [0, 31, 65_535, 65_536, 99_999])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_bad_value_anywhere(place, bad):
+def test_one_nonfinite_value_anywhere_is_an_overflow(place, bad):
     grad = torch.ones(100_000)
     grad[place] = bad
     assert unscale_norm_overflow_(grad, 0.5).overflow.item() is True
     assert (grad == 0.5).sum() == 99_999
 
 
-def test_layouts_that_are_one_run_of_memory():
+def test_dense_permuted_and_empty_layouts_are_accepted():
     grad = torch.randn(4, 5, 6)
     expected = grad * 0.25
     result = unscale_norm_overflow_(grad.permute(2, 0, 1), 0.25)

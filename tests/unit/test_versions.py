@@ -22,13 +22,13 @@ def released() -> list[tuple[str, str]]:
     return re.findall(r"^## \[(\d[^\]]*)\] - (\S+)$", CHANGELOG, re.MULTILINE)
 
 
-def test_the_version_is_a_semantic_one_and_the_newest_of_the_changelog():
+def test_version_is_semantic_and_the_newest_in_the_changelog():
     version = project()["version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version)
     assert released()[0][0] == version.partition("rc")[0]
 
 
-def test_the_changelog_goes_from_new_to_old_with_dates():
+def test_changelog_lists_releases_newest_first_with_dates():
     versions = [tuple(map(int, version.split("."))) for version, _ in released()]
     assert versions == sorted(set(versions), reverse=True)
     assert [datetime.date.fromisoformat(date).isoformat() for _, date in released()] == [date for _, date in released()]
@@ -36,12 +36,12 @@ def test_the_changelog_goes_from_new_to_old_with_dates():
     assert set(re.findall(r"^### (.*)$", CHANGELOG, re.MULTILINE)) <= KINDS
 
 
-def test_the_library_says_the_version_that_is_installed():
+def test_library_reports_the_installed_version():
     assert memascend.__version__ == importlib.metadata.version("memascend")
     assert "__version__ =" not in (ROOT / "memascend/__init__.py").read_text()
 
 
-def test_a_library_that_is_not_installed_has_no_version(monkeypatch):
+def test_uninstalled_library_reports_an_unknown_version(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -49,7 +49,7 @@ def test_a_library_that_is_not_installed_has_no_version(monkeypatch):
     assert memascend.__version__ == "unknown (not installed)"
 
 
-def test_every_public_name_is_on_the_page_of_the_api():
+def test_every_public_name_is_on_the_api_page():
     page = (ROOT / "docs/reference/api.md").read_text()
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (memascend\.[\w.]+)$", page, re.MULTILINE)}
     assert {*memascend.__all__} - shown == {"__version__"}

@@ -118,12 +118,12 @@ def assert_both_orders_are_equal(kind, folder, count, expected, *rest, **options
 @pytest.mark.parametrize("clip", [0.0, 0.5], ids=["as they come", "clipped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("count", [slow(1), 2, slow(4), slow(8)])
-def test_any_number_of_micro_batches_trains_as_one_after_the_other(tmp_path, count, dtype, clip):
+def test_any_number_of_micro_batches_trains_like_horizontal_order(tmp_path, count, dtype, clip):
     assert_both_orders_are_equal("Plain", tmp_path, count, "vertical" if count > 1 else "horizontal", dtype, clip=clip)
 
 
 @pytest.mark.parametrize("name", [*INDEPENDENT, *OTHERS])
-def test_a_shape_trains_as_with_one_micro_batch_after_the_other(tmp_path, name):
+def test_each_model_shape_trains_like_horizontal_order(tmp_path, name):
     expected = trained(name, tmp_path / "looked at", 3, "vertical")[3]
     if name in INDEPENDENT:
         assert expected == "vertical"
@@ -134,7 +134,7 @@ def test_a_shape_trains_as_with_one_micro_batch_after_the_other(tmp_path, name):
 @pytest.mark.parametrize("options", [{"clip": 0.5}, {"gradients": torch.bfloat16, "states": torch.bfloat16}], ids=str)
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("name", INDEPENDENT)
-def test_a_shape_in_bf16_trains_as_with_one_micro_batch_after_the_other(tmp_path, name, count, options):
+def test_each_model_shape_in_bf16_trains_like_horizontal_order(tmp_path, name, count, options):
     assert_both_orders_are_equal(name, tmp_path, count, "vertical", torch.bfloat16, **options)
 
 
@@ -150,7 +150,7 @@ def test_a_shape_in_bf16_trains_as_with_one_micro_batch_after_the_other(tmp_path
     ],
     ids=str,
 )
-def test_options_of_the_engine_do_not_matter(tmp_path, options):
+def test_engine_options_keep_both_orders_equal(tmp_path, options):
     assert_both_orders_are_equal("IdleExperts", tmp_path, 2, "vertical", **options)
 
 
@@ -171,7 +171,7 @@ def test_micro_batches_in_two_calls_add_up_in_their_order(tmp_path):
 
 @pytest.mark.parametrize("shape", [{}, {"tied": True}, {"uses": 2, "answers": 100}], ids=str)
 @pytest.mark.parametrize("clip", [slow(0.0), 0.1])
-def test_matrices_that_come_by_slices(tmp_path, shape, clip):
+def test_sliced_matrices_train_the_same_with_fewer_bytes(tmp_path, shape, clip):
     found, moved = [], []
     for order in ("horizontal", "vertical"):
         model = sliced.model(**shape)
@@ -210,7 +210,7 @@ class AddedWhole(Stack):
         return self.layers[0](x)
 
 
-def test_a_sum_changes_no_gradient_that_is_still_on_its_way(tmp_path):
+def test_gradient_sum_does_not_alter_gradients_that_share_memory(tmp_path):
     assert_both_orders_are_equal(AddedWhole, tmp_path, 3, "vertical")
 
 
@@ -237,7 +237,7 @@ class Wide(Stack):
 @pytest.mark.parametrize(
     ("options", "horizontally"), [({}, 2.5), slow({"clip": 0.5}, 2.0), slow({"arm": "none"}, 2.0)], ids=str
 )
-def test_the_bytes_of_a_step_grow_by_the_inputs_of_blocks_alone(tmp_path, options, horizontally):
+def test_bytes_per_step_grow_only_by_block_inputs(tmp_path, options, horizontally):
     moved = {}
     for count, order in ((1, "vertical"), (8, "vertical"), (8, "horizontal")):
         with Loop(made(Wide), tmp_path / f"{order} {count}", count, order=order, **options) as loop:
@@ -257,7 +257,7 @@ def test_the_bytes_of_a_step_grow_by_the_inputs_of_blocks_alone(tmp_path, option
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
-def test_micro_batches_that_are_not_independent_go_one_after_the_other(tmp_path, name, caplog):
+def test_dependent_micro_batches_run_one_after_the_other(tmp_path, name, caplog):
     with caplog.at_level(logging.INFO, "memascend"):
         assert_both_orders_are_equal(name, tmp_path, 2, "horizontal")
     said = [line for line in caplog.messages if "one after the other" in line]
@@ -291,7 +291,7 @@ class DrawsBetweenBlocks(Stack):
     ],
     ids=["Generator", "RandomState", "Random", "iterator", "generator function", "count"],
 )
-def test_what_is_drawn_between_blocks_keeps_its_order(tmp_path, source, draw):
+def test_draws_between_blocks_keep_their_order(tmp_path, source, draw):
     assert_both_orders_are_equal(lambda: DrawsBetweenBlocks(source(), draw), tmp_path, 2, "horizontal")
 
 
@@ -306,7 +306,7 @@ class Marked(Stack):
             del self.scale
 
 
-def test_what_a_forward_pass_puts_back_at_its_end_is_seen(tmp_path):
+def test_attribute_set_and_removed_in_forward_keeps_horizontal_order(tmp_path):
     assert_both_orders_are_equal(Marked, tmp_path, 2, "horizontal")
 
 
@@ -322,7 +322,7 @@ class DrawsLater(Stack):
 
 
 @pytest.mark.parametrize("how", ["draws", "marks"])
-def test_a_step_whose_micro_batches_are_independent_no_more_is_refused_and_can_be_done_again(tmp_path, how):
+def test_step_that_becomes_dependent_is_refused_and_can_be_repeated(tmp_path, how):
     found = []
     for order in ("horizontal", "vertical"):
         with Loop(made(DrawsLater), tmp_path / order, 2, order=order) as loop:
@@ -349,7 +349,7 @@ class Dropped(Stack):
         return self.loss(self.blocks(nn.functional.dropout(self.embed(ids), 0.5, self.training)), ids)
 
 
-def test_another_mode_of_the_model_is_looked_at_anew(tmp_path):
+def test_changed_model_mode_is_inspected_again(tmp_path):
     orders = []
     with Loop(made(Dropped), tmp_path / "run", 2) as loop:
         for training in (True, True, False, False, True):
@@ -360,7 +360,7 @@ def test_another_mode_of_the_model_is_looked_at_anew(tmp_path):
 
 
 @pytest.mark.parametrize("around", ["a dispatch mode", "hooks for saved tensors"])
-def test_what_another_thread_would_not_have_keeps_them_in_turn(tmp_path, around):
+def test_thread_local_contexts_keep_horizontal_order(tmp_path, around):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Passing(TorchDispatchMode):
@@ -379,7 +379,7 @@ def test_what_another_thread_would_not_have_keeps_them_in_turn(tmp_path, around)
         assert loop.session.engine.accumulated[0] == "vertical"
 
 
-def test_autocast_around_the_call_is_that_of_the_micro_batches(tmp_path):
+def test_autocast_around_the_call_applies_to_the_micro_batches(tmp_path):
     found = []
     for order in ("horizontal", "vertical"):
         with Loop(made("Plain"), tmp_path / order, 2, order=order) as loop:
@@ -467,7 +467,7 @@ def trained_with_a_trap(trap, folder, where, what, error, **options):
     "options", [pytest.param({}, id="as they come"), pytest.param({"clip": 0.5}, id="clipped", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("where", ["at the beginning", "in a block", "in backward", "at the end"])
-def test_an_error_in_one_ends_all_and_the_step_can_be_done_again(tmp_path, trap, where, options):
+def test_step_is_repeatable_after_error_in_one_micro_batch(tmp_path, trap, where, options):
     def what():
         raise Mishap(where)
 
@@ -477,7 +477,7 @@ def test_an_error_in_one_ends_all_and_the_step_can_be_done_again(tmp_path, trap,
 
 
 @pytest.mark.parametrize("where", ["in a block", "in backward", "at the end"])
-def test_ctrl_c_ends_all_and_the_step_can_be_done_again(tmp_path, trap, where):
+def test_step_is_repeatable_after_ctrl_c(tmp_path, trap, where):
     def what():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -486,7 +486,7 @@ def test_ctrl_c_ends_all_and_the_step_can_be_done_again(tmp_path, trap, where):
     assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
-def test_what_a_body_catches_does_not_go_on(tmp_path):
+def test_handlers_in_the_loop_do_not_see_the_abort(tmp_path):
     """A handler of all exceptions in the loop does not see the one that ends the other micro-batches."""
     calls = []
 
@@ -506,7 +506,7 @@ def test_what_a_body_catches_does_not_go_on(tmp_path):
         assert_nothing_runs()
 
 
-def test_memory_goes_with_the_call(tmp_path):
+def test_memory_is_released_after_the_call(tmp_path):
     def alive():
         gc.collect()
         return [each for each in gc.get_objects() if type(each).__name__ in ("Lanes", "BlockPass")]
@@ -519,7 +519,7 @@ def test_memory_goes_with_the_call(tmp_path):
         assert [each for each in alive() if all(each is not other for other in before)] == []
 
 
-def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
+def test_excess_micro_batches_are_refused_before_any_runs(tmp_path):
     with Loop(made("Plain"), tmp_path / "run", 2) as loop:
         with pytest.raises(
             RuntimeError, match="3 micro-batches after 0 backward passes of a step that was set to have 2"
@@ -537,7 +537,7 @@ def test_more_micro_batches_than_announced_are_refused_before_any(tmp_path):
 @pytest.mark.parametrize(
     "call", ["optimizer.step", "optimizer.zero_grad", "model.zero_grad"], ids=lambda name: name.replace(".", " ")
 )
-def test_calls_that_belong_around_the_micro_batches_are_refused_in_their_function(tmp_path, call, when, order):
+def test_step_and_zero_grad_are_refused_inside_micro_batch_function(tmp_path, call, when, order):
     with (
         Loop(made("Plain"), tmp_path / "ours", 2, order=order) as loop,
         Loop(made("Plain"), tmp_path / "t", 2) as other,
@@ -577,7 +577,7 @@ class NormedBlock(nn.Module):
 
 
 @pytest.mark.parametrize("begins", [0, 1])
-def test_running_averages_that_an_evaluation_in_the_function_reads_keep_the_order(tmp_path, begins):
+def test_evaluation_that_reads_running_averages_matches_or_is_refused(tmp_path, begins):
     found = {}
     for order in ("horizontal", "vertical"):
         with Loop(made(Normed), tmp_path / order, 3, order=order) as loop:
@@ -608,7 +608,7 @@ def test_running_averages_that_an_evaluation_in_the_function_reads_keep_the_orde
     assert (found["vertical"] is None) == bool(begins)
 
 
-def test_a_graph_that_micro_batches_share_and_a_second_backward_pass_are_refused(tmp_path):
+def test_shared_graph_and_second_backward_pass_are_refused(tmp_path):
     kept, again = [], []
 
     def body(ids):

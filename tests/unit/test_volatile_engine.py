@@ -29,7 +29,7 @@ def create(folder, size, **options):
     return DirectEngine.create_file_store(folder, size, "tests", config)
 
 
-def test_a_file_store_holds_what_it_was_made_for_is_written_in_place_and_is_gone_at_the_end(tmp_path):
+def test_file_store_is_sized_exactly_overwritten_in_place_and_removed(tmp_path):
     sizes = [1, 5000, 1 << 20, 4096, 0, 300_001]
     with create(tmp_path, room_for(sizes)) as engine:
         assert engine.space().data_bytes == room_for(sizes)
@@ -47,7 +47,7 @@ def test_a_file_store_holds_what_it_was_made_for_is_written_in_place_and_is_gone
     assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_at_any_address_is_taken_and_the_bounce_memory_is_bounded(tmp_path):
+def test_unaligned_memory_is_accepted_and_bounce_memory_is_bounded(tmp_path):
     memory = torch.arange(900_001, dtype=torch.int32).view(torch.uint8)
     with create(tmp_path, 1 << 23, workers=2, depth=4, block_bytes=1 << 20) as engine:
         buffers = engine.bounce_buffers
@@ -66,7 +66,7 @@ def resident_bytes(kind: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def test_the_table_that_processes_share_is_resident_only_where_it_is_used(tmp_path):
+def test_shared_table_is_resident_only_where_used(tmp_path):
     before = resident_bytes("RssShmem")
     with create(tmp_path, 1 << 22, control_folder="/dev/shm") as engine:
         engine.write("t", torch.ones(1 << 18))
@@ -74,7 +74,7 @@ def test_the_table_that_processes_share_is_resident_only_where_it_is_used(tmp_pa
         assert resident_bytes("RssShmem") - before < 256 << 10
 
 
-def test_another_type_or_size_under_the_same_key(tmp_path):
+def test_key_can_be_rewritten_with_another_type_or_size(tmp_path):
     with create(tmp_path, 1 << 16) as engine:
         engine.write("t", torch.ones(16384))
         engine.wait()
@@ -92,7 +92,7 @@ def test_another_type_or_size_under_the_same_key(tmp_path):
         assert [key for key, _ in engine.items()] == ["t"]
 
 
-def test_it_grows(tmp_path):
+def test_file_store_grows(tmp_path):
     with create(tmp_path, 1 << 20) as engine:
         engine.write("a", torch.ones(1 << 18))
         with pytest.raises(StorageError, match="no space left"):
@@ -106,7 +106,7 @@ def test_it_grows(tmp_path):
         assert bool((engine.read_new("b") == 2).all())
 
 
-def test_what_does_not_fit_on_the_disk_is_one_clear_line_and_leaves_no_file(tmp_path):
+def test_store_beyond_free_space_is_refused_and_leaves_no_file(tmp_path):
     with pytest.raises(StorageError, match=r"allocation.*that much free.*free space on that file system") as caught:
         create(tmp_path, 1 << 50)
     assert caught.value.expected > caught.value.got
@@ -120,7 +120,7 @@ def test_what_does_not_fit_on_the_disk_is_one_clear_line_and_leaves_no_file(tmp_
         assert engine.wait() == 1
 
 
-def test_what_makes_no_sense_is_refused(tmp_path):
+def test_invalid_requests_are_refused(tmp_path):
     with create(tmp_path, 1 << 20) as engine:
         with pytest.raises(RuntimeError, match="a volatile engine persists nothing"):
             engine.commit()
@@ -130,7 +130,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
             engine.write_part("t", torch.ones(1), 0)
 
 
-def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not(tmp_path, capsys):
+def test_only_leftovers_of_killed_processes_are_collected(tmp_path, capsys):
     with create(tmp_path, 1 << 20) as living:
         living.write("a", torch.ones(1000))
         living.wait()
@@ -154,7 +154,7 @@ def test_leftovers_of_killed_processes_are_found_and_those_of_the_living_are_not
     assert [path.name for path in tmp_path.iterdir()] == [f"{SCRATCH_PREFIX}diary"]
 
 
-def test_the_next_run_takes_the_space_of_a_killed_one(tmp_path):
+def test_next_run_removes_the_file_of_a_killed_one(tmp_path):
     killed = MAKE + "import os; os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -164,13 +164,13 @@ def test_the_next_run_takes_the_space_of_a_killed_one(tmp_path):
         assert os.path.exists(engine.paths[0])
 
 
-def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
+def test_process_that_exits_without_closing_leaves_no_file(tmp_path):
     done = subprocess.run([sys.executable, "-c", MAKE, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path):
+def test_exiting_forked_child_removes_nothing_of_its_parent(tmp_path):
     program = MAKE + (
         "import os\nchild = os.fork()\nif child == 0: sys.exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
         "assert os.path.exists(engine.paths[0])\nassert bool((engine.read_new('w') == 1).all())\n"
@@ -179,13 +179,13 @@ def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_large_files_have_larger_units_so_that_their_map_stays_small():
+def test_large_files_use_larger_units_to_limit_their_map():
     assert scratch._unit_bytes(32 << 30) == 4096
     assert scratch._unit_bytes(1 << 40) == 128 << 10
     assert room_for([1, 4096, 0]) == 8192
 
 
-def test_two_volatile_engines_share_a_store_and_see_their_own_tensors_only(tmp_path):
+def test_two_volatile_engines_share_a_store_without_seeing_each_other(tmp_path):
     from tests.unit.test_engine import make_files
 
     files = make_files(tmp_path, size=8 << 20)

@@ -64,7 +64,7 @@ def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
     assert list(imports(file)) == ["torch.nn", "memascend.planner", "memascend.baselines.two.x"]
 
 
-def test_the_library_imports_nothing_of_ours_above_it():
+def test_library_imports_no_package_above_it():
     def forbidden(_: Path, name: str) -> bool:
         return top(name) in OURS - {"memascend"} or of_systems(name)
 
@@ -73,7 +73,7 @@ def test_the_library_imports_nothing_of_ours_above_it():
     assert not [path for path in files if "baselines" in path.parts]
 
 
-def test_the_systems_are_one_package_in_memascend_that_lies_in_the_folder_baselines():
+def test_systems_are_imported_only_as_memascend_baselines():
     # An installed library has the files that it reads: these are the links for that.
     links = {path.relative_to(ROOT).as_posix(): str(path.readlink()) for path in committed_links()}
     assert links == {"memascend/baselines": "../baselines", "memascend/planner/testbeds": "../../hardware/testbeds"}
@@ -99,7 +99,7 @@ def test_only_integrations_import_deepspeed_and_transformers():
     assert offences(outside, lambda _, name: top(name) in guests) == []
 
 
-def test_the_engine_stands_on_memory_storage_activations_and_the_kernels_alone():
+def test_engine_imports_only_its_allowed_packages():
     rooms = "activation|activation_policy|deprecation|engine|memory|ops|storage|swapping"
 
     def forbidden(_: Path, name: str) -> bool:
@@ -123,7 +123,7 @@ def test_the_simulator_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_baseline_imports_the_library_the_protocol_and_itself():
+def test_baseline_imports_only_library_protocol_and_itself():
     def forbidden(path: Path, name: str) -> bool:
         if not of_systems(name):
             return top(name) in OURS - {"memascend"}
@@ -224,7 +224,7 @@ CIRCLES_IN_FUNCTIONS: list[list[str]] = []
 CIRCLES_OF_ROOMS_IN_FUNCTIONS = [["memascend.integrations", "memascend.planner"]]
 
 
-def test_a_circle_is_found_through_several_modules_and_at_both_levels(tmp_path, monkeypatch):
+def test_cycle_is_found_between_modules_and_between_packages(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     files = {
         "memascend/__init__.py": "def enable():\n    from memascend.a.one import f\n",
@@ -243,19 +243,19 @@ def test_a_circle_is_found_through_several_modules_and_at_both_levels(tmp_path, 
     assert circles(room_graph(module_graph(everywhere=True))) == [["memascend.a", "memascend.b"]]
 
 
-def test_no_circle_of_modules_at_import():
+def test_no_module_cycle_at_import_time():
     assert circles(module_graph(everywhere=False)) == []
 
 
-def test_no_circle_of_modules_through_imports_in_functions_or_for_types():
+def test_no_module_cycle_in_deferred_or_type_checking_imports():
     assert circles(module_graph(everywhere=True)) == CIRCLES_IN_FUNCTIONS
 
 
-def test_no_circle_of_rooms_at_import():
+def test_no_package_cycle_at_import_time():
     assert circles(room_graph(module_graph(everywhere=False))) == []
 
 
-def test_no_circle_of_rooms_through_imports_in_functions():
+def test_package_cycles_in_deferred_imports_are_the_known_ones():
     assert circles(room_graph(module_graph(everywhere=True))) == CIRCLES_OF_ROOMS_IN_FUNCTIONS
 
 
@@ -264,7 +264,7 @@ def test_hardware_imports_no_torch():
     assert offences(sources("hardware/**/*.py"), lambda _, name: top(name) in above or of_systems(name)) == []
 
 
-def test_rules_import_nothing_of_ours_but_plain_modules_of_the_configuration():
+def test_workflow_rules_import_only_plain_configuration_modules():
     files = [ROOT / "Snakefile", *sources("workflows/rules/*.smk")]
     ours = re.compile(rf"^\s*(?:from|import)\s+(?:{'|'.join(sorted(OURS))})\b")
     found = [line.split(" import ")[0] for path in files for line in path.read_text().splitlines() if ours.match(line)]
@@ -327,7 +327,7 @@ def committed_links() -> list[Path]:
     return [path for path in committed() if path.is_symlink()]
 
 
-def test_no_committed_file_holds_a_path_of_one_machine():
+def test_no_committed_file_contains_a_machine_path():
     found = []
     for path in committed_files():
         text = path.read_bytes().decode("utf-8", "ignore")
@@ -337,7 +337,7 @@ def test_no_committed_file_holds_a_path_of_one_machine():
     assert found == []
 
 
-def test_no_committed_file_is_made_by_a_run():
+def test_no_generated_file_is_committed():
     made = re.compile(r"^(results/(raw|derived)/|figures/(?!gallery/)|\.venv/|build/|.*\.(so|o|pyc)$)")
     names = [path.relative_to(ROOT).as_posix() for path in committed_files()]
     assert [name for name in names if made.match(name)] == []

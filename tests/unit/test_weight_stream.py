@@ -124,7 +124,7 @@ def counted(stream, **expected):
 # ------------------------------------------------------------------------------------------ fetch and release
 
 
-def test_a_fetch_gives_the_contents_and_a_release_the_slot(storage):
+def test_fetch_returns_contents_and_release_frees_the_slot(storage):
     stream = stream_of(storage)
     first, second = stream.fetch(["a", "b"])
     assert (value(first), value(second)) == (1, 2)
@@ -133,7 +133,7 @@ def test_a_fetch_gives_the_contents_and_a_release_the_slot(storage):
     assert ("a" in stream, "b" in stream, stream.free_count()) == (False, True, 1)
 
 
-def test_a_second_release_and_one_without_a_fetch_are_refused(storage):
+def test_release_without_a_matching_fetch_is_refused(storage):
     stream = stream_of(storage)
     stream.prefetch(["b"])
     stream.fetch(["a"])
@@ -145,7 +145,7 @@ def test_a_second_release_and_one_without_a_fetch_are_refused(storage):
         stream.copied("a")
 
 
-def test_two_users_of_a_tensor_share_its_buffer_until_the_second_releases_it(storage):
+def test_two_users_share_a_buffer_until_both_release_it(storage):
     stream = stream_of(storage)
     (one,), (other,) = stream.fetch(["a"]), stream.fetch(["a"])
     assert one.data_ptr() == other.data_ptr()
@@ -156,14 +156,14 @@ def test_two_users_of_a_tensor_share_its_buffer_until_the_second_releases_it(sto
     assert storage.log == [("read", "a")]
 
 
-def test_what_is_named_twice_in_a_fetch_is_fetched_once(storage):
+def test_key_named_twice_in_a_fetch_is_fetched_once(storage):
     stream = stream_of(storage)
     assert len(stream.fetch(["a", "a"])) == 1
     stream.release("a")
     assert stream.free_count() == 2
 
 
-def test_an_unknown_tensor_is_refused_and_takes_nothing(storage):
+def test_unknown_tensor_is_refused_and_takes_no_slot(storage):
     stream = stream_of(storage)
     for call in (stream.fetch, stream.prefetch, stream.read_ahead):
         with pytest.raises(KeyError):
@@ -175,7 +175,7 @@ def test_an_unknown_tensor_is_refused_and_takes_nothing(storage):
     assert stream.free_count() == 2
 
 
-def test_reads_of_a_fetch_are_all_under_way_before_the_first_is_waited_for(slow):
+def test_fetch_starts_all_reads_before_waiting_for_any(slow):
     stream = stream_of(slow)
     with thread_of(stream.fetch, ["a", "b"]) as fetching:
         until(lambda: len(slow.log) == 2)
@@ -185,7 +185,7 @@ def test_reads_of_a_fetch_are_all_under_way_before_the_first_is_waited_for(slow)
     assert [value(tensor) for tensor in fetching.result] == [1, 2]
 
 
-def test_a_fetch_that_finds_no_slot_in_time_names_who_holds_them_and_leaves_all_as_it_was(storage):
+def test_fetch_without_free_slot_names_holders_and_changes_nothing(storage):
     stream = stream_of(storage, wait_s=0.01)
     stream.fetch(["a"])
     with pytest.raises(PoolTimeoutError, match=r"'a' \(512 bytes"):
@@ -194,7 +194,7 @@ def test_a_fetch_that_finds_no_slot_in_time_names_who_holds_them_and_leaves_all_
 
 
 @pytest.mark.parametrize("how", ["release", "copied", "drop"])
-def test_a_fetch_waits_for_a_slot_to_come_back(storage, how):
+def test_fetch_waits_until_a_slot_is_returned(storage, how):
     stream = stream_of(storage, slots=1, wait_s=20)
     stream.fetch(["a"])
     with thread_of(stream.fetch, ["b"]) as fetching:
@@ -204,7 +204,7 @@ def test_a_fetch_waits_for_a_slot_to_come_back(storage, how):
     assert value(fetching.result[0]) == 2
 
 
-def test_beside_a_pool_that_is_in_use_a_fetch_gets_a_buffer_of_its_own_and_says_so_once(storage):
+def test_fetch_with_full_pool_gets_extra_buffer_and_warns_once(storage):
     ledger, lines = Ledger(), []
     allocator = PageAlignedPinnedAllocator(ledger, lock=False)
     stream = stream_of(
@@ -219,7 +219,7 @@ def test_beside_a_pool_that_is_in_use_a_fetch_gets_a_buffer_of_its_own_and_says_
     assert [entry for entry in ledger.entries() if entry.died_s is None] == []
 
 
-def test_a_tensor_larger_than_every_class_lies_beside_the_pool(storage):
+def test_tensor_larger_than_every_class_gets_an_extra_buffer(storage):
     storage.fill("huge", numel=4 * NUMEL)
     allocator = PageAlignedPinnedAllocator(lock=False)
     stream = stream_of(storage, extra=OnDemandBuffers(HALF, allocator, name="extra"), warn=lambda line: None)
@@ -229,7 +229,7 @@ def test_a_tensor_larger_than_every_class_lies_beside_the_pool(storage):
     assert stream.free_count() == 2
 
 
-def test_a_larger_class_is_said_once_for_a_size_and_counted(storage):
+def test_fallback_to_a_larger_class_warns_once_and_is_counted(storage):
     lines = []
     storage.kept["small"] = torch.ones(NUMEL // 2, dtype=HALF)
     stream = stream_of(storage, warn=lines.append)
@@ -246,7 +246,7 @@ def test_a_larger_class_is_said_once_for_a_size_and_counted(storage):
 # ------------------------------------------------------------------------------------------ ahead of need
 
 
-def test_prefetch_takes_what_there_is_room_for_and_leaves_the_rest(storage):
+def test_prefetch_takes_what_fits_and_leaves_the_rest(storage):
     stream = stream_of(storage)
     assert stream.prefetch(["a", "b", "c"]) == ["a", "b"]
     assert stream.prefetch(["a", "b"]) == []  # resident: neither read again nor denied
@@ -255,7 +255,7 @@ def test_prefetch_takes_what_there_is_room_for_and_leaves_the_rest(storage):
     assert counted(stream, hits=1, misses=0, bytes_read=2 * BYTES)
 
 
-def test_prefetch_takes_nothing_that_is_used_or_read_ahead(storage):
+def test_prefetch_evicts_nothing_in_use_or_read_ahead(storage):
     stream = stream_of(storage)
     stream.fetch(["a"])
     stream.prefetch(["b"])
@@ -263,7 +263,7 @@ def test_prefetch_takes_nothing_that_is_used_or_read_ahead(storage):
     assert ("a" in stream, "b" in stream) == (True, True)
 
 
-def test_a_fetch_takes_the_latest_of_what_was_read_ahead_and_never_what_would_not_help(storage):
+def test_fetch_evicts_the_latest_read_ahead_of_suitable_size(storage):
     storage.kept["small"] = torch.ones(64, dtype=HALF)
     sizes = dict.fromkeys("abcd", NUMEL) | {"small": 64}
     stream = stream_of(storage, sizes=sizes, pool=pool_of((NUMEL, 2), (64, 1)))
@@ -273,7 +273,7 @@ def test_a_fetch_takes_the_latest_of_what_was_read_ahead_and_never_what_would_no
     assert counted(stream, evicted=1)
 
 
-def test_a_fetch_prefers_what_the_device_has_a_copy_of(storage):
+def test_fetch_first_takes_buffers_already_copied_to_the_device(storage):
     stream = stream_of(storage)
     stream.fetch(["a"])
     stream.copied("a")
@@ -283,14 +283,14 @@ def test_a_fetch_prefers_what_the_device_has_a_copy_of(storage):
     assert counted(stream, taken=1, evicted=0)
 
 
-def test_what_a_fetch_asks_for_is_not_evicted_for_it(storage):
+def test_fetch_evicts_nothing_that_it_requests(storage):
     stream = stream_of(storage)
     stream.prefetch(["a", "b"])
     stream.fetch(["c", "a"])  # b, the other one that was read ahead, is evicted
     assert ("a" in stream, "b" in stream) == (True, False)
 
 
-def test_an_evicted_read_ends_before_its_buffer_is_read_into_again(slow):
+def test_evicted_read_ends_before_its_buffer_is_reused(slow):
     stream = stream_of(slow, slots=1)
     stream.prefetch(["a"])
     with thread_of(stream.fetch, ["b"]) as fetching:
@@ -302,7 +302,7 @@ def test_an_evicted_read_ends_before_its_buffer_is_read_into_again(slow):
     assert value(fetching.result[0]) == 2
 
 
-def test_a_dropped_read_holds_its_slot_until_it_has_ended(slow):
+def test_dropped_read_holds_its_slot_until_it_ends(slow):
     stream = stream_of(slow, slots=1)
     stream.prefetch(["a"])
     assert stream.drop("a")
@@ -341,7 +341,7 @@ def test_a_tensor_that_is_visited_again_stays_in_memory(storage):
     assert stream.free_count() == 2
 
 
-def test_a_visit_out_of_the_queue_s_turn_is_not_read_twice(storage):
+def test_fetch_out_of_queue_order_is_not_read_twice(storage):
     stream = stream_of(storage, slots=1)
     stream.read_ahead(["a", "b", "c"])
     stream.fetch(["b"])  # evicts a, which was read ahead
@@ -349,7 +349,7 @@ def test_a_visit_out_of_the_queue_s_turn_is_not_read_twice(storage):
     assert storage.log == [("read", "a"), ("read", "b"), ("read", "c")]
 
 
-def test_the_queue_goes_on_when_a_transfer_ends_without_anybody_asking(slow):
+def test_queue_continues_by_itself_when_a_transfer_ends(slow):
     stream = stream_of(slow, slots=1)
     stream.put("a")
     stream.write("a")
@@ -360,7 +360,7 @@ def test_the_queue_goes_on_when_a_transfer_ends_without_anybody_asking(slow):
     assert slow.log == [("write", "a"), ("read", "b")]
 
 
-def test_the_queue_does_not_take_what_a_fetch_is_waiting_for(slow):
+def test_queue_leaves_a_slot_to_the_waiting_fetch(slow):
     stream = stream_of(slow, slots=1, wait_s=20)
     stream.read_ahead(["a", "b"])
     with thread_of(stream.fetch, ["c"]) as fetching:
@@ -372,7 +372,7 @@ def test_the_queue_does_not_take_what_a_fetch_is_waiting_for(slow):
     assert value(fetching.result[0]) == 3
 
 
-def test_what_nobody_works_with_is_given_back_at_once(storage):
+def test_release_idle_frees_buffers_read_ahead(storage):
     stream = stream_of(storage)
     stream.fetch(["a"])
     stream.read_ahead(["b", "c"])
@@ -384,7 +384,7 @@ def test_what_nobody_works_with_is_given_back_at_once(storage):
 # ------------------------------------------------------------------------------------------ copies and events
 
 
-def test_a_slot_is_taken_only_when_the_event_of_its_copy_has_passed(storage):
+def test_slot_is_reused_only_after_its_copy_event_has_passed(storage):
     stream, event = stream_of(storage, slots=1), FakeEvent()
     stream.fetch(["a"])
     stream.copied("a", event)
@@ -394,7 +394,7 @@ def test_a_slot_is_taken_only_when_the_event_of_its_copy_has_passed(storage):
     assert not event.waited
 
 
-def test_a_fetch_waits_for_the_event(storage):
+def test_fetch_waits_for_the_copy_event(storage):
     stream, event = stream_of(storage, slots=1), FakeEvent()
     stream.fetch(["a"])
     stream.copied("a", event)
@@ -402,7 +402,7 @@ def test_a_fetch_waits_for_the_event(storage):
     assert event.waited
 
 
-def test_a_copied_tensor_is_still_there_for_a_fetch(storage):
+def test_copied_tensor_is_fetched_again_without_a_read(storage):
     stream = stream_of(storage)
     stream.fetch(["a"])
     stream.copied("a", FakeEvent())
@@ -411,7 +411,7 @@ def test_a_copied_tensor_is_still_there_for_a_fetch(storage):
     assert stream.prefetch(["b", "c"]) == ["b"]  # a is in use again
 
 
-def test_a_released_buffer_waits_for_every_copy_of_it(storage):
+def test_dropped_buffer_waits_for_all_its_copies(storage):
     stream, first, second = stream_of(storage, slots=1), FakeEvent(), FakeEvent()
     for event in (first, second):
         stream.fetch(["a"])
@@ -423,7 +423,7 @@ def test_a_released_buffer_waits_for_every_copy_of_it(storage):
     assert stream.free_count() == 1
 
 
-def test_a_buffer_that_is_copied_while_it_is_used_goes_back_only_when_the_copy_has_ended(storage):
+def test_buffer_copied_while_in_use_returns_after_the_copy(storage):
     stream, event = stream_of(storage, slots=1), FakeEvent()
     stream.fetch(["a"])
     stream.copying("a", event)
@@ -436,7 +436,7 @@ def test_a_buffer_that_is_copied_while_it_is_used_goes_back_only_when_the_copy_h
         stream.copying("a", event)
 
 
-def test_whoever_changes_a_buffer_can_wait_for_its_copies(storage):
+def test_await_copies_waits_for_the_copies_of_a_buffer(storage):
     stream, event = stream_of(storage), FakeEvent()
     stream.fetch(["a"])
     stream.copying("a", event)
@@ -472,7 +472,7 @@ def test_a_read_waits_for_the_write_before_it(slow):
     assert value(fetching.result[0]) == 9
 
 
-def test_a_buffer_that_is_being_written_is_nobody_else_s(slow):
+def test_buffer_being_written_is_not_reused(slow):
     stream = stream_of(slow, slots=1)
     stream.put("a").fill_(9)
     stream.write("a")
@@ -482,7 +482,7 @@ def test_a_buffer_that_is_being_written_is_nobody_else_s(slow):
     assert stream.prefetch(["b"]) == ["b"]
 
 
-def test_a_failed_write_is_raised_by_flush_and_by_the_next_fetch_of_the_tensor(storage):
+def test_failed_write_is_raised_by_flush_next_fetch_and_close(storage):
     stream = stream_of(storage)
     for ask in (stream.flush, lambda: stream.fetch(["a"]), stream.close):
         storage.fail_writes = OSError("disk full")
@@ -496,7 +496,7 @@ def test_a_failed_write_is_raised_by_flush_and_by_the_next_fetch_of_the_tensor(s
         stream.flush()  # once
 
 
-def test_put_waits_for_what_still_works_on_the_buffer(storage):
+def test_put_waits_for_the_copy_of_the_buffer(storage):
     stream, event = stream_of(storage), FakeEvent()
     stream.fetch(["a"])
     stream.copied("a", event)
@@ -507,7 +507,7 @@ def test_put_waits_for_what_still_works_on_the_buffer(storage):
 # ------------------------------------------------------------------------------------------ failures
 
 
-def test_a_failed_read_is_raised_gives_the_slot_back_and_is_tried_again(storage):
+def test_failed_read_is_raised_frees_its_slot_and_is_retried(storage):
     stream = stream_of(storage)
     storage.fail_reads = OSError("bad sector")
     stream.prefetch(["a"])  # reports nothing yet
@@ -537,7 +537,7 @@ def test_a_read_that_cannot_be_submitted_takes_no_slot(storage):
 # ------------------------------------------------------------------------------------------ the rest
 
 
-def test_until_there_is_a_pool_staging_buffers_serve(storage):
+def test_staging_buffers_serve_until_there_is_a_pool(storage):
     ledger = Ledger()
     staging = OnDemandBuffers(HALF, PageAlignedPinnedAllocator(ledger, lock=False), name="staging", keep=True)
     stream = stream_of(storage, pool=None, staging=staging)
@@ -551,7 +551,7 @@ def test_until_there_is_a_pool_staging_buffers_serve(storage):
     assert stream.free_count() == 0
 
 
-def test_an_owner_says_what_its_tensors_are_used_for(storage):
+def test_owner_decides_which_tensors_may_be_evicted(storage):
     uses, lost = dict.fromkeys("abcd", Use.NEEDED), []
 
     class Account:
@@ -573,7 +573,7 @@ def test_an_owner_says_what_its_tensors_are_used_for(storage):
     assert stream.drop("c")
 
 
-def test_closing_gives_everything_back(storage):
+def test_closing_frees_all_slots(storage):
     stream = stream_of(storage)
     stream.fetch(["a"])
     stream.read_ahead(["b", "c"])
@@ -582,7 +582,7 @@ def test_closing_gives_everything_back(storage):
     assert stream.statistics() == StreamStatistics(misses=1, read_ahead=1, bytes_read=2 * BYTES)
 
 
-def test_many_threads_share_a_few_slots_and_see_the_latest_contents(storage):
+def test_many_threads_share_few_slots_and_see_latest_contents(storage):
     """Each thread fetches, checks and sometimes rewrites; a tensor's contents say how often it was rewritten."""
     keys = [f"t{number}" for number in range(6)]
     storage.kept = {key: torch.zeros(NUMEL, dtype=HALF) for key in keys}

@@ -57,7 +57,7 @@ def drawn(of, optimizer):
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "generator"])
-def test_random_numbers_of_any_generator_come_again(tmp_path, kind):
+def test_random_numbers_of_any_generator_repeat_in_recomputation(tmp_path, kind):
     ours, theirs = blocks(kind), blocks(kind)
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
@@ -100,7 +100,7 @@ def two_views(of, optimizer, change):
 
 
 @pytest.mark.parametrize("change", [attribute, new_buffer, expert, mode], ids=lambda change: change.__name__)
-def test_what_the_loop_changes_between_two_passes_and_their_backward_is_each_pass_s_own(tmp_path, change):
+def test_backward_uses_the_state_of_its_own_forward_pass(tmp_path, change):
     ours, theirs = blocks(), blocks()
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
@@ -108,7 +108,7 @@ def test_what_the_loop_changes_between_two_passes_and_their_backward_is_each_pas
         assert found == two_views(theirs, AdamW(theirs.parameters(), lr=0.1), change)
 
 
-def test_a_buffer_that_the_loop_changes_in_place_before_backward_is_one_line(tmp_path):
+def test_buffer_changed_in_place_before_backward_is_refused(tmp_path):
     ours = blocks()
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
@@ -121,7 +121,7 @@ def test_a_buffer_that_the_loop_changes_in_place_before_backward_is_one_line(tmp
             loss.backward()
 
 
-def test_a_state_keeps_values_of_what_changed_alone_and_says_what_is_gone():
+def test_state_keeps_only_changed_values_and_reports_lost_ones():
     module = Block("")
     state = ModuleState([module])
     module.scale.fill_(5.0)
@@ -163,7 +163,7 @@ class Listener(nn.Module):
 
 
 @pytest.mark.parametrize("told", [dict, types.SimpleNamespace], ids=["a dict", "an object"])
-def test_what_the_model_s_forward_tells_its_blocks_is_each_block_s_own(tmp_path, told):
+def test_values_that_forward_passes_to_blocks_are_kept_per_block(tmp_path, told):
     torch.manual_seed(0)
     ours = Told(told())
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ class Shift(nn.Module):
         return self.linear((x + self.shift).tanh())
 
 
-def test_an_input_that_waits_in_memory_and_is_changed_in_place_is_one_line_and_on_the_tier_it_is_as_in_memory(tmp_path):
+def test_input_changed_in_place_is_refused_except_on_the_tier(tmp_path):
     torch.manual_seed(0)
     ours, theirs = AddsInPlace(), AddsInPlace()
     theirs.load_state_dict(ours.state_dict())

@@ -47,7 +47,7 @@ def places(pattern: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("instead", PHRASES)
-def test_a_retired_phrase_is_gone(instead):
+def test_no_retired_phrase_is_used(instead):
     found = [str(path.relative_to(ROOT)) for path in places(PHRASES[instead])]
     # Row keys of this paper's tables, of "activations" and "sequences" in a step.
     found = [path for path in found if not path.startswith("workflows/papers/ssdtrain/") or instead != "per"]
@@ -55,7 +55,7 @@ def test_a_retired_phrase_is_gone(instead):
 
 
 @pytest.mark.parametrize("instead", FEWER)
-def test_a_word_that_is_being_replaced_comes_into_no_other_file(instead):
+def test_word_being_replaced_appears_in_no_other_file(instead):
     pattern, files = FEWER[instead]
     found = {"/".join(path.relative_to(ROOT).parts[-2:]) for path in places(pattern)}
     assert found - {"CHANGELOG.md", *files.split()} == set(), f"say: {instead}"  # the changelog names what was renamed

@@ -13,7 +13,7 @@ from memascend.storage.write_budget import FILE, WriteBudget, WriteBudgetExceede
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_budgets_are_amounts_in_all_or_a_day():
+def test_budget_is_a_total_or_daily_amount():
     assert WriteBudget.parse("300TB") == WriteBudget(limit_bytes=300 * 10**12, a_day=False)
     assert WriteBudget.parse("0.5 TB/day") == WriteBudget(limit_bytes=5 * 10**11, a_day=True)
     assert WriteBudget.parse("100GiB/day").limit_bytes == 100 << 30
@@ -22,7 +22,7 @@ def test_budgets_are_amounts_in_all_or_a_day():
             WriteBudget.parse(wrong)
 
 
-def test_it_warns_at_80_percent_and_when_it_is_over_once_each(tmp_path):
+def test_meter_warns_once_at_80_percent_and_once_above_budget(tmp_path):
     meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=False))
     path = str(tmp_path)
     assert meter.count([(path, 700)]) == []
@@ -32,7 +32,7 @@ def test_it_warns_at_80_percent_and_when_it_is_over_once_each(tmp_path):
     assert meter.count([(path, 1200)]) == []
 
 
-def test_a_new_run_goes_on_with_the_count_and_stops_where_that_was_asked_for(tmp_path):
+def test_new_run_continues_the_count_and_stops_if_requested(tmp_path):
     path = str(tmp_path)
     WriteMeter(WriteBudget(limit_bytes=1000, a_day=False)).count([(path, 700)])
     meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=False, stops=True))
@@ -56,7 +56,7 @@ def test_a_daily_budget_begins_anew_each_day(tmp_path):
     assert written(path)["total"] == 1017
 
 
-def test_a_device_is_counted_for_the_run(tmp_path):
+def test_device_writes_are_counted_for_the_run(tmp_path):
     meter = WriteMeter(WriteBudget(limit_bytes=1000, a_day=True))
     device = str(tmp_path / "device")
     assert meter.count([(device, 700)]) == []
@@ -71,7 +71,7 @@ def test_processes_add_to_one_count(tmp_path):
     assert written(str(tmp_path))["total"] == 450
 
 
-def test_a_count_that_cannot_be_read_is_refused_and_not_begun_anew(tmp_path):
+def test_unreadable_count_is_refused_and_not_reset(tmp_path):
     count_written(str(tmp_path), 10**15)
     (tmp_path / FILE).write_text('{"total": 10000')
     for use in (lambda: written(str(tmp_path)), lambda: count_written(str(tmp_path), 5)):
@@ -80,7 +80,7 @@ def test_a_count_that_cannot_be_read_is_refused_and_not_begun_anew(tmp_path):
     assert (tmp_path / FILE).read_text() == '{"total": 10000'
 
 
-def test_the_count_follows_no_link(tmp_path):
+def test_count_file_does_not_follow_symbolic_links(tmp_path):
     victim, folder = tmp_path / "victim", tmp_path / "ssd"
     victim.write_text("keep me")
     folder.mkdir()
@@ -94,7 +94,7 @@ def test_the_count_follows_no_link(tmp_path):
     assert written(str(folder))["total"] == 5
 
 
-def test_a_count_that_cannot_be_read_is_refused_before_anything_is_written(tmp_path):
+def test_unreadable_count_is_refused_when_the_meter_is_created(tmp_path):
     (tmp_path / FILE).write_text("torn")
     with pytest.raises(ValueError, match=r"cannot be read .*: put the file back from a copy, or remove it"):
         WriteMeter(WriteBudget.parse("1TB"), [str(tmp_path)])
