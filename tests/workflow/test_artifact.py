@@ -94,7 +94,7 @@ def test_the_same_files_give_the_same_zip(folder: Path, tmp_path: Path) -> None:
     assert verify.manifest_of(unpacked) == MANIFEST
 
 
-def test_a_file_that_was_changed_added_or_removed_is_damaged(folder: Path) -> None:
+def test_changed_added_and_removed_files_are_damaged(folder: Path) -> None:
     (folder / "tables/claims.csv").write_text(lines("deviates"))
     (folder / "figures/more.svg").write_text("<svg/>")
     (folder / "records/train-a.trace.csv").unlink()
@@ -119,7 +119,7 @@ def zipped(path: Path, *names: str) -> Path:
         ([], "one folder, not 0"),
     ],
 )
-def test_what_is_no_bundle_is_one_line_and_nothing_is_unpacked_outside(
+def test_malformed_zip_is_refused_and_unpacks_nothing_outside_its_folder(
     tmp_path: Path, names: list[str], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
@@ -127,7 +127,7 @@ def test_what_is_no_bundle_is_one_line_and_nothing_is_unpacked_outside(
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_file_that_is_no_zip_or_a_damaged_one_is_named(folder: Path, tmp_path: Path) -> None:
+def test_unreadable_zip_and_missing_checksums_are_refused(folder: Path, tmp_path: Path) -> None:
     bundle.pack(folder, tmp_path / "b.zip", folder.name, (2026, 1, 2, 3, 4, 6))
     whole = (tmp_path / "b.zip").read_bytes()
     for number, data in enumerate((b"", whole[:200])):
@@ -139,7 +139,7 @@ def test_a_file_that_is_no_zip_or_a_damaged_one_is_named(folder: Path, tmp_path:
         verify.damaged(folder)
 
 
-def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, tmp_path: Path) -> None:
+def test_every_kind_of_file_is_compared_and_differences_are_listed(folder: Path, tmp_path: Path) -> None:
     again, said = tmp_path / "again", layout.read_sums(folder)
     for name in said:
         if name.partition("/")[0] in layout.MADE:
@@ -168,7 +168,7 @@ def test_every_kind_of_file_is_compared_and_what_differs_is_named(folder: Path, 
     ]
 
 
-def test_a_file_that_belongs_to_no_part_of_a_bundle_is_named(folder: Path) -> None:
+def test_files_outside_the_bundle_layout_are_listed(folder: Path) -> None:
     assert verify.unknown(folder) == []
     (folder / "extra").mkdir()
     (folder / "extra/more.txt").touch()
@@ -176,7 +176,7 @@ def test_a_file_that_belongs_to_no_part_of_a_bundle_is_named(folder: Path) -> No
     assert verify.unknown(folder) == ["extra/more.txt", "tables/none/"]
 
 
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_zip_with_a_duplicate_file_name_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
         file.writestr("a/tables/claims.csv", "one")
         with pytest.warns(UserWarning, match="Duplicate name"):
@@ -185,7 +185,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
         verify.unpack(tmp_path / "b.zip", tmp_path / "into")
 
 
-def test_damage_inside_of_a_file_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_damaged_zip_member_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "records/train-a.trace.csv").write_text(
         "".join(f"{number},{number * 7919 % 997}\n" for number in range(9999))
     )
@@ -237,7 +237,7 @@ WHOLE = manifest()
         ({"a/x": "", "a/x/y": ""}, "a/x/y cannot be unpacked: Not a directory"),
     ],
 )
-def test_why_a_zip_cannot_be_checked_is_said_once_and_without_a_folder_of_this_machine(
+def test_uncheckable_zip_gives_one_error_line_without_temporary_paths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parts: dict, said: str
 ) -> None:
     path = tmp_path / "b.zip"
@@ -249,7 +249,7 @@ def test_why_a_zip_cannot_be_checked_is_said_once_and_without_a_folder_of_this_m
     assert said in error
 
 
-def test_what_is_no_file_and_a_folder_that_cannot_be_kept_are_refused_first(
+def test_missing_zip_and_unusable_keep_folder_are_refused_before_checking(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "check", lambda *args, **kwargs: pytest.fail("it was checked"))
@@ -276,7 +276,7 @@ def test_what_is_no_file_and_a_folder_that_cannot_be_kept_are_refused_first(
         manifest(changed_since=7),
     ],
 )
-def test_a_manifest_of_another_shape_is_one_line(folder: Path, text: str) -> None:
+def test_malformed_manifest_is_refused(folder: Path, text: str) -> None:
     (folder / layout.MANIFEST).write_text(text)
     with pytest.raises(ValueError, match=r"artifact\.json|has format None"):
         verify.manifest_of(folder)
@@ -293,14 +293,14 @@ def test_the_installed_extension_is_found_without_torch(folder: Path, tmp_path: 
     assert "ValueError: drawing again failed" in done.stderr  # this bundle has no sources, so it got as far as it can
 
 
-def test_a_failure_of_the_bundle_s_own_sources_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_failure_of_the_bundle_sources_is_reported(folder: Path, tmp_path: Path) -> None:
     (folder / "source/workflows/__init__.py").touch()
     (folder / "source/memascend").mkdir()
     with pytest.raises(ValueError, match=r"drawing again failed: .*No module named 'workflows\.artifact"):
         verify.redraw(folder, tmp_path, build=False)
 
 
-def test_nothing_is_drawn_again_by_another_installation_s_sources(folder: Path, tmp_path: Path) -> None:
+def test_redraw_refuses_sources_outside_the_bundle(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "workflows.artifact.redraw", str(folder), str(tmp_path)]
     done = forked.run(command, cwd=registry.ROOT, env={**os.environ, "PYTHONPATH": str(registry.ROOT)}, timeout=120)
     assert done.returncode == 1
@@ -308,7 +308,7 @@ def test_nothing_is_drawn_again_by_another_installation_s_sources(folder: Path, 
     assert not (tmp_path / "tables").exists()
 
 
-def test_claims_for_programs_say_what_decides_them_where_and_how_long(folder: Path) -> None:
+def test_claims_json_gives_verdict_command_host_and_duration(folder: Path) -> None:
     (claim,) = json.loads((folder / "claims.json").read_text())
     assert CLAIM.items() <= claim.items()
     wanted = {"value": 2.47, "unit": "GiB", "expected": "2.46 GiB", "tolerance": "± 5 %", "verdict": "reproduced"}
@@ -317,7 +317,7 @@ def test_claims_for_programs_say_what_decides_them_where_and_how_long(folder: Pa
     assert "73% reduction" in claim["quote"]
 
 
-def test_the_crate_ties_figures_to_tables_records_and_commands(folder: Path) -> None:
+def test_crate_links_figures_and_runs_to_their_files(folder: Path) -> None:
     crate.write(folder, MANIFEST)
     graph = json.loads((folder / "ro-crate-metadata.json").read_text())["@graph"]
     entities = {each["@id"]: each for each in graph}
@@ -344,7 +344,7 @@ def test_the_crate_ties_figures_to_tables_records_and_commands(folder: Path) -> 
     assert entities["./"]["datePublished"] == MANIFEST["committed"]
 
 
-def test_every_appendix_is_two_pages_at_most_and_counts_its_claims(folder: Path) -> None:
+def test_appendices_have_at_most_two_pages_and_count_claims(folder: Path) -> None:
     appendix.write(folder, MANIFEST)
     made = {path.name: path.read_bytes() for path in sorted((folder / "appendix").iterdir())}
     names = {"memascend-artifact", *(f"paper-{paper}" for paper in registry.PAPERS)}
@@ -360,7 +360,7 @@ def test_every_appendix_is_two_pages_at_most_and_counts_its_claims(folder: Path)
 
 
 @pytest.mark.parametrize("text", ["a_b & 50 % of #1 {x} ~ \\ $5 [*] <a@b>", "plain"])
-def test_text_is_escaped_for_both_ways_to_set_it(text: str) -> None:
+def test_text_is_escaped_for_typst_and_tex(text: str) -> None:
     blocks = [
         appendix.Heading(text),
         appendix.Paragraph(f"{text} `{text}`"),
@@ -384,7 +384,7 @@ CONFIG = {
 }
 
 
-def test_the_sources_hold_the_files_behind_links_too_so_that_they_work_where_a_zip_has_no_links(tmp_path: Path) -> None:
+def test_bundle_sources_include_files_behind_links(tmp_path: Path) -> None:
     names = list(bundle.sources())
     assert len(names) == len(set(names))
     assert {"baselines/lohan/system.py", "memascend/baselines/lohan/system.py"} <= set(names)
@@ -400,9 +400,7 @@ def test_the_sources_hold_the_files_behind_links_too_so_that_they_work_where_a_z
     assert done.stdout.split() == [str(place), *systems.names(), "cxl"]
 
 
-def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_defaults_to_the_profiles_own_and_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(registry.ROOT)
     bundle_of_now = tmp_path / f"memascend-{project()['version']}-smoke.zip"
     bundle_of_now.touch()
@@ -414,9 +412,7 @@ def test_the_bundle_to_check_is_the_named_one_or_the_profile_s_own(
         _ = Configuration(CONFIG | {"bundle": "none.zip"}, []).bundle
 
 
-def test_snakemake_s_report_has_a_title_a_caption_and_verdicts_for_every_exhibit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snakemake_report_labels_and_captions_every_exhibit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(registry.ROOT)
     known = Configuration(CONFIG | {"derived_dir": str(folder / "tables")}, [])
     labels = {name: known.report_labels(name) for name in known.built}

@@ -14,7 +14,7 @@ from workflows.run import bench as bench_record
 SCHEMAS = Path(__file__).resolve().parents[2] / "workflows" / "schemas"
 
 
-def test_records_of_every_part_are_known_to_the_schema():
+def test_schema_lists_every_benchmark_part():
     clauses = json.loads((SCHEMAS / "record.schema.json").read_text())["allOf"]
     fields = [clause["then"].get("properties", {}).get("benchmark") for clause in clauses]
     assert [set(field["enum"]) for field in fields if field] == [set(bench_record.PARTS)]
@@ -73,7 +73,7 @@ def test_every_part_makes_a_valid_record(tmp_path, monkeypatch, part, options):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="throttled paths need root")
-def test_a_benchmark_on_a_throttled_path_says_so(tmp_path, monkeypatch):
+def test_benchmark_record_notes_the_throttled_path(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMASCEND_NVME", str(tmp_path / "nvme"))
     (tmp_path / "nvme").mkdir()
     out = tmp_path / "bench-nvme.json"
@@ -87,7 +87,7 @@ def test_a_benchmark_on_a_throttled_path_says_so(tmp_path, monkeypatch):
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def test_a_benchmark_that_fails_leaves_no_record(tmp_path, capfd):
+def test_failed_benchmark_leaves_no_record(tmp_path, capfd):
     out = tmp_path / "bench-overflow.json"
     assert bench_record.main(["--part", "overflow", "--out", str(out), "--", "--dtypes", "fp64"]) == 2
     assert "unknown 'fp64'" in capfd.readouterr().err

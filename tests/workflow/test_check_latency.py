@@ -35,12 +35,12 @@ def test_a_measured_size_has_its_median_and_quartiles(tmp_path: Path) -> None:
     assert number(table, metric=check_latency.HIGH, **where) == pytest.approx(1.2 * once)
 
 
-def test_todays_deepspeed_is_a_series_of_its_own_with_its_release(tmp_path: Path) -> None:
+def test_todays_deepspeed_is_a_separate_series_named_with_its_release(tmp_path: Path) -> None:
     table = rows_of(kernel_bench(1), tmp_path)
     assert "ZeRO-Infinity (DeepSpeed 0.19.8)" in set(table["series"])
 
 
-def test_a_model_that_was_not_run_is_modelled_on_the_line_and_says_so(tmp_path: Path) -> None:
+def test_unmeasured_model_is_extrapolated_and_its_source_says_so(tmp_path: Path) -> None:
     record = kernel_bench(1)
     table = rows_of(record, tmp_path)
     mine = table[(table["model"] == "Qwen2.5-14B") & (table["metric"] == check_latency.LATENCY)]
@@ -54,14 +54,14 @@ def test_a_model_that_was_not_run_is_modelled_on_the_line_and_says_so(tmp_path: 
         assert record["key"] in source
 
 
-def test_no_measured_row_is_larger_than_what_was_run(tmp_path: Path) -> None:
+def test_measured_rows_stop_at_the_largest_measured_size(tmp_path: Path) -> None:
     table = rows_of(kernel_bench(1), tmp_path)
     measured = table[(table["lane"] == "measured") & table["x_value"].str.isdigit()]
     assert measured["x_value"].astype(int).max() == 300_000_000
     assert set(measured["model"]) == {""}
 
 
-def test_reductions_and_their_average_beyond_the_caches(tmp_path: Path) -> None:
+def test_reductions_are_averaged_over_sizes_beyond_the_caches(tmp_path: Path) -> None:
     table = rows_of(kernel_bench(1), tmp_path)
     measured = table[table["lane"] == "measured"]
     each = [number(measured, metric=check_latency.REDUCTION, x_value=n) for n in ("64000000", "300000000")]
@@ -70,14 +70,14 @@ def test_reductions_and_their_average_beyond_the_caches(tmp_path: Path) -> None:
     assert number(table, metric=check_latency.AVERAGE, lane="modelled") == pytest.approx(98.5, abs=0.01)
 
 
-def test_a_run_of_small_sizes_says_nothing_of_growth_and_average(tmp_path: Path) -> None:
+def test_small_sizes_give_no_growth_exponent_and_no_average(tmp_path: Path) -> None:
     table = rows_of(kernel_bench(1, (1_000_000, 4_000_000)), tmp_path)
     measured = set(table.loc[table["lane"] == "measured", "metric"])
     assert not measured & {check_latency.AVERAGE, check_latency.EXPONENT}
 
 
 @pytest.mark.parametrize("exponent", [1.0, 1.3])
-def test_the_growth_exponent_is_found(exponent: float) -> None:
+def test_growth_exponent_is_fitted_beyond_the_caches(exponent: float) -> None:
     line = {n: 1e-9 * n**exponent for n in (1_000_000, 64_000_000, 128_000_000, 300_000_000)}
     line[1_000_000] *= 100  # in the caches, so it must be ignored
     assert check_latency.growth_exponent(line) == pytest.approx(exponent)

@@ -37,13 +37,13 @@ def make_old(folder: Path) -> None:
     os.utime(folder, (1, 1))
 
 
-def test_a_folder_goes_with_its_block(tmp_path: Path) -> None:
+def test_scratch_folder_is_removed_at_the_end_of_its_block(tmp_path: Path) -> None:
     with children.scratch_folder(tmp_path) as folder:
         (folder / "log").write_text("x")
     assert not folder.exists()
 
 
-def test_what_a_killed_run_left_is_collected_at_the_next_start(tmp_path: Path) -> None:
+def test_killed_runs_scratch_is_collected_at_the_next_start(tmp_path: Path) -> None:
     process, folder = owner(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -53,7 +53,7 @@ def test_what_a_killed_run_left_is_collected_at_the_next_start(tmp_path: Path) -
         assert not folder.exists()
 
 
-def test_the_folder_of_a_living_run_stays(tmp_path: Path) -> None:
+def test_scratch_folder_of_a_running_process_is_kept(tmp_path: Path) -> None:
     process, folder = owner(tmp_path)
     try:
         make_old(folder)
@@ -64,7 +64,7 @@ def test_the_folder_of_a_living_run_stays(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_young_folder_without_a_lock_is_left_to_its_maker(tmp_path: Path) -> None:
+def test_new_folder_without_a_lock_is_not_collected(tmp_path: Path) -> None:
     young = tmp_path / f"{children.SCRATCH}young"
     young.mkdir()
     assert children.collect_scratch(tmp_path) == []
@@ -89,7 +89,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_freed_memory_stays_where_time_is_measured_and_goes_where_memory_is() -> None:
+def test_time_mode_retains_freed_memory_and_memory_mode_returns_it() -> None:
     def faults(mode: str) -> int:
         env = children.environment(0, 1, 1, 1, mode=mode)
         return int(subprocess.run([sys.executable, "-c", FAULTS], env=env, stdout=subprocess.PIPE, check=True).stdout)
@@ -106,7 +106,7 @@ def test_settings_of_another_mode_are_not_inherited(monkeypatch) -> None:
     assert children.settings("time").items() <= environment.items()
 
 
-def test_the_rules_know_which_runs_a_server_forks(tmp_path: Path, monkeypatch) -> None:
+def test_server_forks_only_the_runs_that_the_rules_expect(tmp_path: Path, monkeypatch) -> None:
     """They are not children of their job, so its benchmark would count nothing of them (workflows/rules/runs.smk)."""
     monkeypatch.setenv(children.SOCKET, "a socket")
     monkeypatch.setattr(children, "ForkedRun", lambda *request: "forked")

@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", citation.FILES)
-def test_the_committed_file_is_what_the_project_says(name: str) -> None:
+def test_committed_citation_file_matches_the_project(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == citation.FILES[name](), "python -m workflows.derive.citation"
 
 
-def test_all_three_name_one_version_one_licence_and_the_five_papers_with_all_authors() -> None:
+def test_citation_files_agree_on_version_licence_papers_and_authors() -> None:
     cff = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     zenodo, codemeta = (json.loads((ROOT / name).read_text()) for name in (".zenodo.json", "codemeta.json"))
     assert {cff["version"], zenodo["version"], codemeta["version"]} == {memascend.__version__}

@@ -61,38 +61,38 @@ def page_of(verdicts: list[claims.Verdict], claim: dict = CLAIM) -> str:
 @pytest.mark.parametrize(
     ("value", "verdict"), [("101.9", claims.REPRODUCED), ("98.0", claims.REPRODUCED), ("102.2", claims.DEVIATES)]
 )
-def test_within_the_tolerance_or_not(value: str, verdict: str) -> None:
+def test_value_is_reproduced_within_the_tolerance_and_deviates_beyond(value: str, verdict: str) -> None:
     found = claims.decide(CLAIM, "modelled", table(("modelled", "A", value, "c1"), ("measured", "A", "1", "h/m-k8")))
     assert (found.verdict, found.value) == (verdict, f"{float(value):g}")
 
 
-def test_no_row_in_the_lane_is_not_checkable_and_says_which() -> None:
+def test_claim_without_a_row_in_its_lane_is_not_checkable() -> None:
     found = claims.decide(CLAIM, "measured", table(("modelled", "A", "100", "c1")))
     assert found.verdict == claims.NOT_CHECKABLE
     assert found.reason == "not in this lane: peak of A"
 
 
-def test_a_point_that_is_missing_is_named_by_its_axis() -> None:
+def test_missing_points_are_named_by_their_axis() -> None:
     peak = {"operation": "value", "of": {"series": "A", "metric": "peak", "x_name": "context (tokens)"}}
     claim = changed(compute=peak, over={"x_value": [512, 4096]}, join="mean")
     found = claims.decide(claim, "measured", table(("modelled", "A", "100", "c1")))
     assert found.reason == "not in this lane: context (tokens) 512, 4096"
 
 
-def test_a_claim_that_cannot_be_checked_gives_its_reason_whatever_the_rows() -> None:
+def test_uncheckable_claim_gives_its_reason_despite_matching_rows() -> None:
     claim = changed(lanes={"modelled": {"not_checkable": "needs two H100"}, "measured": CLAIM["lanes"]["measured"]})
     found = claims.decide(claim, "modelled", table(("modelled", "A", "100", "c1")))
     assert (found.verdict, found.reason) == (claims.NOT_CHECKABLE, "needs two H100")
 
 
 @pytest.mark.parametrize("text", ["N/A (time-out)", "N/A (out of memory)", "N/A", "N/A (quartiles 20 points apart)"])
-def test_a_run_that_failed_or_scattered_is_no_result_and_says_why(text: str) -> None:
+def test_failed_or_scattered_run_gives_no_result_with_its_reason(text: str) -> None:
     found = claims.decide(CLAIM, "measured", table(("measured", "A", text, "h/m-k8")))
     assert found.verdict == claims.NO_RESULT
     assert text in found.reason
 
 
-def test_what_a_failed_run_would_have_given_is_no_result_too() -> None:
+def test_other_metrics_of_a_failed_run_have_no_result() -> None:
     pool = changed(compute={"operation": "value", "of": {"series": "A", "model": "M", "metric": "pool"}})
     failed = table(("measured", "A", "N/A (time-out)", "h/m-k8"))
     found = claims.decide(pool, "measured", failed)
@@ -101,12 +101,12 @@ def test_what_a_failed_run_would_have_given_is_no_result_too() -> None:
     assert claims.decide(pool, "measured", other).verdict == claims.NOT_CHECKABLE
 
 
-def test_a_model_that_does_not_fit_is_no_failed_run() -> None:
+def test_model_that_does_not_fit_is_not_checkable() -> None:
     found = claims.decide(CLAIM, "modelled", table(("modelled", "A", "N/A (VRAM OOM)", "c1")))
     assert found.verdict == claims.NOT_CHECKABLE
 
 
-def test_only_what_is_held_out_counts_in_the_score() -> None:
+def test_only_held_out_verdicts_count_in_the_score() -> None:
     rows = table(("modelled", "A", "100", "c1"))
     bases = ("held out", "calibrated", "by construction", "alternate reading")
     verdicts = [claims.decide(changed(basis=b, rests_on="why"), "modelled", rows) for b in bases]
@@ -119,7 +119,7 @@ def test_only_what_is_held_out_counts_in_the_score() -> None:
     assert all(f'<td data-label="Basis">{basis}</td>' in text for basis in bases)
 
 
-def test_a_claim_whose_expectation_solved_a_constant_is_refused_unless_it_says_calibrated() -> None:
+def test_claim_that_calibrated_a_constant_must_be_marked_calibrated() -> None:
     where = {"series": "MemAscend", "model": "Qwen2.5-32B", "x_name": "batch", "metric": "throughput"}
     fitted = changed(exhibit_id="memascend-fig17", compute={"operation": "value", "of": where})
     with_batch = {"over": {"x_value": ["1", "8"]}, "join": "mean"}
@@ -131,7 +131,7 @@ def test_a_claim_whose_expectation_solved_a_constant_is_refused_unless_it_says_c
     claims.refuse_circular(fitted | with_batch | {"basis": {"modelled": "calibrated", "measured": "held out"}})
 
 
-def test_five_verdicts_of_figure_8_and_the_reduction_are_calibrated_by_its_own_residual() -> None:
+def test_exactly_six_claims_of_figure_8_are_calibrated() -> None:
     mine = [claim for claim in CLAIMS if claim["id"].startswith("memascend-")]
     calibrated = {claim["id"] for claim in mine if claims.basis_of(claim, "modelled") == "calibrated"}
     assert {name.removeprefix("memascend-fig08-") for name in calibrated if "fig08" in name} == {
@@ -145,7 +145,7 @@ def test_five_verdicts_of_figure_8_and_the_reduction_are_calibrated_by_its_own_r
 
 
 @pytest.mark.parametrize("paper", registry.PAPERS)
-def test_calibrated_are_the_claims_whose_own_number_found_a_constant_and_no_others(paper: str) -> None:
+def test_exactly_the_claims_behind_a_constant_are_calibrated(paper: str) -> None:
     mine = [claim for claim in CLAIMS if claim["exhibit_id"].startswith(f"{paper}-")]
     calibrated = [claim for claim in mine if claims.basis_of(claim, "modelled") == "calibrated"]
     assert calibrated or not constants(paper), "constants, but no claim that they were solved from"
@@ -166,11 +166,11 @@ def test_calibrated_are_the_claims_whose_own_number_found_a_constant_and_no_othe
         ("f:LoHan:13B:forward:time", "f:LoHan:13B:backward:time", False),
     ],
 )
-def test_one_printed_number_is_found_under_both_of_its_names(one: str, other: str, same: bool) -> None:
+def test_same_row_recognises_two_names_of_one_number(one: str, other: str, same: bool) -> None:
     assert same_row(one, other) == same_row(other, one) == same
 
 
-def test_a_held_out_value_names_the_constants_behind_its_exhibit() -> None:
+def test_held_out_claim_names_the_constants_behind_its_exhibit() -> None:
     claim = next(claim for claim in CLAIMS if claim["id"] == "lohan-fig02b-busy")
     assert claims.basis_of(claim, "modelled") == "held out"
     assert "ssd read gb per s (solved from fig01c)" in claims.rests_on(claim, "modelled")
@@ -179,7 +179,7 @@ def test_a_held_out_value_names_the_constants_behind_its_exhibit() -> None:
     assert "dit batch (assumed)" in claims.rests_on(claim, "modelled")
 
 
-def test_a_claim_that_changed_with_a_result_at_hand_says_so_in_its_row() -> None:
+def test_claim_changed_after_a_result_shows_its_history() -> None:
     stamps = {"committed": {"commit": "09faedd", "at": "2026-11-21 13:41"}}
     stamps["changed"] = {"commit": "0eb24dc", "at": "2026-11-21 14:25", "what": "moved after a trial"}
     found = claims.decide(changed(**stamps), "modelled", table(("modelled", "A", "100", "c1")))
@@ -189,7 +189,7 @@ def test_a_claim_that_changed_with_a_result_at_hand_says_so_in_its_row() -> None
     assert "committed before" not in page_of([found])
 
 
-def test_both_readings_of_section_iii_c_are_shown_and_neither_scores() -> None:
+def test_claims_of_section_iii_c_are_alternate_readings() -> None:
     shares = [c for c in CLAIMS if c["id"].startswith("memascend-fig03-latency-share")]
     cells = [c for c in CLAIMS if c["id"].startswith("memascend-tab04-c1-")]
     assert (len(shares), len(cells)) == (2, 16)
@@ -214,7 +214,7 @@ def test_every_cell_of_tables_iv_and_vi_is_a_claim() -> None:
     assert claimed == cells
 
 
-def test_the_page_of_errata_is_current_and_names_claims_that_exist() -> None:
+def test_errata_page_is_current_and_names_existing_claims() -> None:
     assert (ROOT / "docs/errata.md").read_text() == errata_page.page(), "python -m workflows.derive.errata"
     ids = {claim["id"] for claim in CLAIMS}
     for paper in (paper for paper in registry.PAPERS if errata_page.errata_of(paper)):
@@ -229,7 +229,7 @@ SCORED = {claim["exhibit_id"].rpartition("-")[0] for claim in CLAIMS}
 
 
 @pytest.mark.parametrize("paper", sorted(SCORED))
-def test_the_score_in_the_status_is_that_of_the_committed_record(paper: str) -> None:
+def test_status_page_and_readme_quote_the_committed_score(paper: str) -> None:
     verdicts = claims.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
     assert {v.claim_id for v in verdicts} == {c["id"] for c in CLAIMS if c["id"].startswith(f"{paper}-")}
     assert {v.lane for v in verdicts} == {"modelled"}
@@ -249,7 +249,7 @@ def causes(claim: dict) -> dict[str, str]:
     return {lane: said["deviates_because"] for lane, said in claim["lanes"].items() if "deviates_because" in said}
 
 
-def test_the_cause_of_a_deviation_is_in_its_row_and_on_the_page_and_nowhere_else() -> None:
+def test_cause_of_deviation_is_shown_only_for_a_deviating_verdict() -> None:
     claim = changed()
     claim["lanes"]["modelled"]["deviates_because"] = BECAUSE
     off, on = (claims.decide(claim, "modelled", table(("modelled", "A", value, "c1"))) for value in ("120", "100"))
@@ -259,7 +259,7 @@ def test_the_cause_of_a_deviation_is_in_its_row_and_on_the_page_and_nowhere_else
     assert BECAUSE not in page_of([on], claim)
 
 
-def test_a_committed_deviation_without_its_cause_is_refused() -> None:
+def test_every_committed_deviation_has_a_cause() -> None:
     said = {claim["id"]: causes(claim) for claim in CLAIMS}
     silent = {
         f"{v.claim_id}, {v.lane}"
@@ -269,12 +269,12 @@ def test_a_committed_deviation_without_its_cause_is_refused() -> None:
     assert not silent, "lanes.<lane>.deviates_because in claims.yaml, then the record again"
 
 
-def test_a_cause_belongs_to_a_committed_deviation() -> None:
+def test_every_cause_belongs_to_a_committed_deviation() -> None:
     deviating = {(v.claim_id, v.lane) for v in RECORDED if v.verdict == claims.DEVIATES}
     assert {(claim["id"], lane) for claim in CLAIMS for lane in causes(claim)} <= deviating
 
 
-def test_a_cause_is_one_or_two_sentences_and_names_errata_that_exist() -> None:
+def test_causes_have_at_most_two_sentences_and_name_existing_errata() -> None:
     for claim in CLAIMS:
         known = {each["id"] for each in errata_page.errata_of(paper_of(claim["exhibit_id"]))["errata"]}
         for text in causes(claim).values():
@@ -282,7 +282,7 @@ def test_a_cause_is_one_or_two_sentences_and_names_errata_that_exist() -> None:
             assert set(re.findall(r"errat(?:um|a) ([A-Z]\d+)", text)) <= known, claim["id"]
 
 
-def test_twin_scale_and_the_largest_twin_with_one_rank() -> None:
+def test_measured_claim_uses_the_largest_single_rank_twin_scaled_up() -> None:
     rows = (
         ("measured", "A", "1.5625", "h/m-k8"),
         ("measured", "A", "9", "h/m-k16"),
@@ -292,7 +292,7 @@ def test_twin_scale_and_the_largest_twin_with_one_rank() -> None:
     assert (found.verdict, found.value, found.testbed) == (claims.REPRODUCED, "100", "h/m-k8")
 
 
-def test_two_rows_of_one_twin_are_an_error() -> None:
+def test_two_matching_rows_are_ambiguous() -> None:
     with pytest.raises(tidy.TableError, match="ambiguous"):
         claims.decide(CLAIM, "modelled", table(("modelled", "A", "1", "c1"), ("modelled", "A", "2", "c1")))
 
@@ -317,7 +317,7 @@ def test_a_lane_may_expect_another_value() -> None:
         ("reduction_percent", ("from", "to"), 75.0),
     ],
 )
-def test_operations(operation: str, operands: tuple[str, str], value: float) -> None:
+def test_operations_compute_their_values(operation: str, operands: tuple[str, str], value: float) -> None:
     first, second = ({"series": s, "metric": "peak"} for s in "AB")
     compute = {"operation": operation, operands[0]: first, operands[1]: second}
     claim = changed(compute=compute, expected=value, quote=f"{value:g} times")
@@ -332,7 +332,7 @@ def test_a_list_of_selectors_is_summed() -> None:
     assert found.verdict == claims.REPRODUCED
 
 
-def test_over_needs_all_its_values() -> None:
+def test_claim_over_models_needs_a_row_of_each() -> None:
     claim = changed(over={"model": ["M", "N"]}, join="mean")
     found = claims.decide(claim, "modelled", table(("modelled", "A", "100", "c1")))
     assert found.verdict == claims.NOT_CHECKABLE
@@ -347,7 +347,7 @@ def test_over_needs_all_its_values() -> None:
         ([100, None], "99.5", claims.REPRODUCED),
     ],
 )
-def test_ranges(ends: list, value: str, verdict: str) -> None:
+def test_expected_ranges_are_widened_by_the_tolerance(ends: list, value: str, verdict: str) -> None:
     claim = changed(expected_range=ends)
     del claim["expected"]
     assert claims.decide(claim, "modelled", table(("modelled", "A", value, "c1"))).verdict == verdict
@@ -374,13 +374,13 @@ def test_ranges(ends: list, value: str, verdict: str) -> None:
         ((1, 1.25), "x", Tolerance(absolute=0.1), ("1 to 1.25 x", "± 0.1 x at either end")),
     ],
 )
-def test_an_expectation_reads_as_a_person_would_say_it(ends, unit, tolerance, texts) -> None:
+def test_expectation_and_tolerance_read_as_plain_text(ends, unit, tolerance, texts) -> None:
     low, high = (math.inf * sign if end is None else end for sign, end in zip((-1, 1), ends, strict=True))
     assert claims.expected_text(low, high, unit, tolerance) == texts[0]
     assert tolerance is None or tolerance.text(low, high, unit) == texts[1]
 
 
-def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) -> None:
+def test_committed_expectations_read_as_plain_text(full: Path) -> None:
     document = {"claims": registry.claims()}
     for verdict in claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits"):
         texts = (verdict.expected, verdict.tolerance, claims.value_text(float(verdict.value or 0)))
@@ -388,7 +388,7 @@ def test_every_committed_claim_has_an_expectation_that_reads_well(full: Path) ->
         assert verdict.expected.endswith(verdict.unit)
 
 
-def test_counts_are_whole_on_the_page() -> None:
+def test_page_shows_counts_as_whole_numbers() -> None:
     rows = table(("modelled", "A", "131072", "c1"))
     claim = changed(unit="tokens", quantity="exact", expected=131072)
     text = page_of([claims.decide(claim, "modelled", rows)], claim)
@@ -407,7 +407,7 @@ def test_counts_are_whole_on_the_page() -> None:
         ({"model": "M", "testbed": "h/m-k8"}, "a row of M, testbed h/m-k8"),
     ],
 )
-def test_a_row_that_is_missing_is_described(selector: dict, words: str) -> None:
+def test_missing_row_is_described_by_its_selector(selector: dict, words: str) -> None:
     assert claims.described(selector) == words
 
 
@@ -435,12 +435,12 @@ def test_a_row_that_is_missing_is_described(selector: dict, words: str) -> None:
         {"tolerance": 3},
     ],
 )
-def test_the_schema_refuses(change: dict) -> None:
+def test_schema_refuses_invalid_claims(change: dict) -> None:
     with pytest.raises(tidy.TableError, match="claims/0"):
         tidy.check({"claims": [changed(**change)]}, "claims.schema.json", "claims.yaml")
 
 
-def test_the_committed_claims_fit_the_schema_and_get_every_kind_of_verdict(full: Path) -> None:
+def test_committed_claims_fit_the_schema_and_get_all_three_verdicts(full: Path) -> None:
     document = {"claims": registry.claims()}
     tidy.check(document, "claims.schema.json", "claims.yaml")
     verdicts = claims.decide_all(claims.of_built(document["claims"], REGISTRY), full / "exhibits")
@@ -454,7 +454,7 @@ def test_the_committed_claims_fit_the_schema_and_get_every_kind_of_verdict(full:
     assert peak.verdict == claims.REPRODUCED
 
 
-def test_claims_of_an_exhibit_that_is_not_built_wait() -> None:
+def test_claims_of_planned_exhibits_are_left_out() -> None:
     registry = [{"id": "x-fig01", "status": "planned"}, {"id": "x-fig02", "status": "built"}]
     later = changed(id="x-fig02-peak", exhibit_id="x-fig02")
     assert claims.of_built([CLAIM, later], registry) == [later]

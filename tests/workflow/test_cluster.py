@@ -39,7 +39,7 @@ def asked(configuration: Configuration, name: str, run_id: str, **more: int) -> 
     return configuration.resources[name](SimpleNamespace(run_id=run_id), **more)
 
 
-def test_a_timed_run_has_a_node_for_itself_and_a_memory_run_a_part_of_one(monkeypatch) -> None:
+def test_timed_runs_take_whole_nodes_and_memory_runs_share_them(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
     assert asked(here, "slurm_extra", TIMED) == "--exclusive"
     assert asked(here, "slurm_extra", SHARED) == ""
@@ -52,33 +52,33 @@ def test_a_timed_run_has_a_node_for_itself_and_a_memory_run_a_part_of_one(monkey
     assert asked(here, "mem_mb", SHARED, attempt=99) == 60 * 1024
 
 
-def test_a_node_with_too_little_memory_for_a_run_is_one_line(monkeypatch) -> None:
+def test_node_with_too_little_memory_for_a_run_is_refused(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE | {"memory_gib": 2})
     with pytest.raises(SystemExit, match=rf"node/memory_gib: {SHARED} needs about .* a job can ask for 2;"):
         asked(here, "mem_mb", SHARED, attempt=1)
 
 
-def test_arms_that_take_turns_are_in_memory_together(monkeypatch) -> None:
+def test_interleaved_arms_need_the_memory_of_all_of_them(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
     arms, single = "times-qwen2.5-7b-smoke", "train-qwen2.5-7b-k64-fp16-memascend"
     assert here.run(arms)["needs_gib"] == 4 * here.run(single)["needs_gib"]
 
 
-def test_a_run_s_own_time_limit_ends_before_the_job_s(monkeypatch) -> None:
+def test_runs_time_out_before_their_jobs(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
     limits = {run_id: run["allowed_s"] for run_id, run in here.runs.items()}
     assert limits[TIMED] == 120
     assert all(60 * asked(here, "runtime", run_id) >= limit + 300 for run_id, limit in limits.items())
 
 
-def test_on_nodes_lock_swap_files_and_measured_drive_are_the_node_s_own(monkeypatch) -> None:
+def test_lock_temporary_files_and_measured_drive_are_on_the_node(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
     assert here.command(TIMED).startswith("TMPDIR=/local flock /local/")
     assert here.command(SHARED).startswith("TMPDIR=/local flock --shared /local/")
     assert "--folder /local " in here.command("kernel-nvme-smoke")
 
 
-def test_a_job_whose_processes_are_its_own_is_sampled_by_snakemake(monkeypatch) -> None:
+def test_snakemake_samples_the_jobs_that_no_server_forks(monkeypatch) -> None:
     """tests/workflow/test_children.py tests which runs a server forks."""
     not_sampled = re.compile(known(monkeypatch).not_sampled)
     assert not_sampled.fullmatch(SHARED)
@@ -86,7 +86,7 @@ def test_a_job_whose_processes_are_its_own_is_sampled_by_snakemake(monkeypatch) 
     assert not re.search(known(monkeypatch, node=NODE).not_sampled, SHARED)
 
 
-def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
+def test_single_machine_requests_no_cluster_resources(monkeypatch) -> None:
     here = known(monkeypatch)
     assert here.resources.keys() == {"mem_mb", "runtime"}
     assert here.command(TIMED).startswith("flock results/raw/.machine.lock timeout 120 ")
@@ -94,7 +94,7 @@ def test_on_one_machine_nothing_of_that_is_asked_for(monkeypatch) -> None:
     assert here.threads(TIMED, 3) == 3
 
 
-def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_path, monkeypatch) -> None:
+def test_named_host_has_separate_folders_and_its_name_in_records(tmp_path, monkeypatch) -> None:
     """Two hosts that share a file system thus never write one record, nor take each other's records for their own."""
     monkeypatch.setenv("MEMASCEND_HOST", "of-the-caller")
     here = known(monkeypatch, node=NODE, host="genoa")
@@ -126,14 +126,14 @@ def test_a_named_host_has_folders_of_its_own_and_its_name_in_its_records(tmp_pat
         ("runs", "runs is a name of results that have no host: choose another, such as host-runs"),
     ],
 )
-def test_a_host_s_name_that_cannot_be_a_folder_of_its_own_is_one_line(monkeypatch, name, said) -> None:
+def test_host_name_that_cannot_be_a_folder_gives_one_line(monkeypatch, name, said) -> None:
     with pytest.raises(SystemExit) as ended:
         known(monkeypatch, host=name)
     assert str(ended.value).startswith(f"config: host: {said}")
     assert "\n" not in str(ended.value)
 
 
-def test_no_host_takes_a_folder_or_a_file_of_results_without_one(monkeypatch) -> None:
+def test_host_cannot_take_a_name_used_by_results(monkeypatch) -> None:
     here = known(monkeypatch)
     manifest = {"exhibits": dict.fromkeys(here.built)}
     drawn = {Path(name).parts[0] for name in bundle.pages(Path(here.figures), manifest)}
@@ -145,7 +145,7 @@ def test_no_host_takes_a_folder_or_a_file_of_results_without_one(monkeypatch) ->
         assert known(monkeypatch, host=name).raw == f"results/raw/{name}"
 
 
-def test_without_a_name_for_the_host_folders_and_name_are_the_caller_s(monkeypatch) -> None:
+def test_unnamed_host_uses_default_folders_and_the_callers_name(monkeypatch) -> None:
     monkeypatch.setenv("MEMASCEND_HOST", "of-the-caller")
     here = known(monkeypatch, node=NODE)
     assert (here.raw, here.artifact.rpartition("/")[0]) == ("results/raw", "artifact")
@@ -154,7 +154,7 @@ def test_without_a_name_for_the_host_folders_and_name_are_the_caller_s(monkeypat
 
 
 @pytest.mark.parametrize("words", [["--workflow-profile", "profiles/slrm"], ["--workflow-profile=profiles/slrm"]])
-def test_a_profile_that_is_not_there_is_one_line_and_not_a_run_on_this_machine(monkeypatch, words) -> None:
+def test_missing_workflow_profile_is_refused_with_a_suggestion(monkeypatch, words) -> None:
     here = known(monkeypatch)
     here.words = ["figures", *words]
     with pytest.raises(
@@ -166,20 +166,20 @@ def test_a_profile_that_is_not_there_is_one_line_and_not_a_run_on_this_machine(m
         here.refuse_missing_profile()
 
 
-def test_without_slurm_its_jobs_are_refused_before_the_first(monkeypatch) -> None:
+def test_slurm_executor_is_refused_without_sbatch(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     console.require_executor("local")
     with pytest.raises(SystemExit, match="this machine has no sbatch: call it on a login node"):
         console.require_executor("slurm")
 
 
-def test_a_scratch_folder_of_a_node_is_absolute(monkeypatch) -> None:
+def test_scratch_folder_of_a_node_must_be_absolute(monkeypatch) -> None:
     assert known(monkeypatch, node=NODE | {"scratch": "$SLURM_TMPDIR/x"})
     with pytest.raises(SystemExit, match="config: node/scratch: 'relative/x' does not match"):
         known(monkeypatch, node=NODE | {"scratch": "relative/x"})
 
 
-def test_gpus_are_asked_for_by_runs_on_one_and_not_named_elsewhere(monkeypatch) -> None:
+def test_only_runs_on_a_gpu_request_one(monkeypatch) -> None:
     on_gpus = known(monkeypatch, node=NODE, profile="gpu")
     asks = {run_id: asked(on_gpus, "gpu", run_id) for run_id in on_gpus.runs}
     assert asks == {run_id: int("--device cuda" in on_gpus.command(run_id)) for run_id in on_gpus.runs}
@@ -187,7 +187,7 @@ def test_gpus_are_asked_for_by_runs_on_one_and_not_named_elsewhere(monkeypatch) 
     assert "gpu" not in known(monkeypatch, node=NODE).resources
 
 
-def test_a_job_on_a_node_does_not_ask_the_servers_of_the_machine_that_sent_it(monkeypatch) -> None:
+def test_node_jobs_do_not_use_servers_of_the_submitting_machine(monkeypatch) -> None:
     for name in SERVERS:
         monkeypatch.setenv(name, "/tmp/of-another-host/socket")
     monkeypatch.setenv("MEMASCEND_EXHIBITS", "{}")
@@ -198,7 +198,7 @@ def test_a_job_on_a_node_does_not_ask_the_servers_of_the_machine_that_sent_it(mo
 
 
 @pytest.mark.parametrize(("node", "modules"), [(NODE, ["workflows.derive.server"]), (None, [*SERVERS.values()])])
-def test_where_runs_are_jobs_pictures_alone_have_a_server(tmp_path, monkeypatch, node, modules) -> None:
+def test_only_the_drawing_server_starts_when_runs_are_cluster_jobs(tmp_path, monkeypatch, node, modules) -> None:
     started = []
     monkeypatch.setattr(console.subprocess, "Popen", lambda command, **how: started.append(command[2]))
     monkeypatch.setattr(console.atexit, "register", lambda end: None)
@@ -219,7 +219,7 @@ def plugin_missing(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["slurm", "kubernetes"])
-def test_a_dry_run_with_the_profile_shows_what_each_run_would_ask_for(tmp_path: Path, name: str) -> None:
+def test_dry_run_with_a_cluster_profile_shows_the_requested_resources(tmp_path: Path, name: str) -> None:
     if reason := plugin_missing(name):
         pytest.skip(reason)
     words = ["--workflow-profile", f"profiles/{name}", "-n", "memascend-fig12", "memascend-tab02"]
@@ -250,7 +250,7 @@ def verdicts(fresh: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_runs_go_to_nodes_none_beside_a_timed_one_and_a_lost_node_s_run_is_made_again(tmp_path, monkeypatch) -> None:
+def test_timed_runs_have_nodes_alone_and_lost_runs_are_repeated(tmp_path, monkeypatch) -> None:
     if reason := plugin_missing("slurm") or slurm_cluster.missing():
         pytest.skip(reason)
     monkeypatch.chdir(ROOT)

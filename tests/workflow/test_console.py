@@ -40,7 +40,7 @@ def start(job: int, run: str) -> logging.LogRecord:
     return event("JOB_INFO", jobid=job, rule_name="record", wildcards=wildcards)
 
 
-def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_shows_one_line_per_run_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": 120.0, "train-b": 60.0})
     assert not shown.filter(event("RUN_INFO", stats={"record": 2, "total": 3}))
     assert not shown.filter(start(1, "train-a"))
@@ -50,7 +50,7 @@ def test_a_line_for_each_run_with_what_is_left_in_place_of_pages(capsys: pytest.
     assert lines == ["[  1/3] record train-a, about 2 min; 3 min left", "[  2/3] record train-b, about 60 s; 60 s left"]
 
 
-def test_runs_that_were_not_asked_for_are_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_left_counts_only_requested_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": 120.0, "train-b": 120.0, "train-c": 120.0, "train-d": 120.0})
     shown.filter(event("RUN_INFO", stats={"record": 1, "forked_record": 1, "total": 2}))
     shown.filter(start(1, "train-c"))
@@ -59,7 +59,7 @@ def test_runs_that_were_not_asked_for_are_not_waited_for(capsys: pytest.CaptureF
     assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == ["4 min left", "2 min left"]
 
 
-def test_errors_and_warnings_pass_and_runs_never_timed_are_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_passes_errors_and_does_not_estimate_untimed_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": None})
     shown.filter(event("RUN_INFO", stats={"record": 1, "total": 1}))
     shown.filter(start(1, "train-a"))
@@ -68,7 +68,7 @@ def test_errors_and_warnings_pass_and_runs_never_timed_are_not_guessed(capsys: p
     assert shown.filter(logging.makeLogRecord({"levelno": logging.WARNING, "msg": "look"}))
 
 
-def test_the_score_counts_held_out_verdicts_of_each_paper_and_lane(tmp_path: Path) -> None:
+def test_score_counts_held_out_verdicts_per_paper_and_lane(tmp_path: Path) -> None:
     lines = ["exhibit_id,lane,verdict,basis"]
     lines += ["memascend-fig04,measured,reproduced,held out", "memascend-fig04,measured,deviates,held out"]
     lines += ["memascend-fig04,measured,reproduced,calibrated", "lohan-fig05a,modelled,no result,held out"]
@@ -81,7 +81,7 @@ def test_the_score_counts_held_out_verdicts_of_each_paper_and_lane(tmp_path: Pat
     assert score(tmp_path / "none.csv") == {}
 
 
-def test_memory_runs_go_side_by_side_as_far_as_memory_goes_and_timed_ones_alone(monkeypatch) -> None:
+def test_memory_limits_parallel_runs_and_timed_runs_take_all_cores(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(configuration, "machine_gib", lambda: 16.0)
     experiments = Experiments("workflows/config/experiments.yaml", "quick")
@@ -93,7 +93,7 @@ def test_memory_runs_go_side_by_side_as_far_as_memory_goes_and_timed_ones_alone(
     assert configuration.Configuration.threads(known, "train-qwen2.5-7b-k16-fp16-memascend", 2) == 1
 
 
-def test_a_reference_is_a_series_of_its_own_where_it_is_finer_and_decides_no_claim(tmp_path: Path) -> None:
+def test_finer_reference_is_a_separate_series_and_decides_no_claim(tmp_path: Path) -> None:
     exhibit = "memascend-fig15"
     own = load(write_records(tmp_path / "raw", smoke_set()))
     reference = load(write_records(tmp_path / "epyc", full_set()))
@@ -114,7 +114,7 @@ def test_a_reference_is_a_series_of_its_own_where_it_is_finer_and_decides_no_cla
     assert claims.decide(claim, "measured", beside) == claims.decide(claim, "measured", alone)
 
 
-def test_a_record_that_says_its_exhibits_is_read_for_those_alone(tmp_path: Path, monkeypatch) -> None:
+def test_record_that_names_exhibits_is_read_for_no_others(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     one, other = copy.deepcopy(smoke_set()[:2])
     (tmp_path / "host").mkdir()
@@ -130,7 +130,7 @@ def test_a_record_that_says_its_exhibits_is_read_for_those_alone(tmp_path: Path,
     assert known.reference_of("lohan-tab04") == []
 
 
-def test_a_compact_record_gives_the_same_rows_and_says_what_the_run_took(tmp_path: Path, monkeypatch) -> None:
+def test_compact_records_give_the_same_rows_and_keep_run_times(tmp_path: Path, monkeypatch) -> None:
     whole = load(write_records(tmp_path / "raw", [r | {"wall_s": 3.14} for r in full_set()]))
     host = "epyc-example"
     named = [json.loads(json.dumps({k: v for k, v in r.items() if k != "_path"})) for r in whole]
@@ -151,7 +151,7 @@ def test_a_compact_record_gives_the_same_rows_and_says_what_the_run_took(tmp_pat
     assert len(one) > 200
 
 
-def test_a_compact_record_has_no_folder_of_the_machine_that_measured_it() -> None:
+def test_compact_record_omits_folders_of_the_measuring_machine() -> None:
     folders = {"folder": "/mnt/run-1/drive", "tiers": ["/mnt/a", "/mnt/run-1/b"]}
     record = {"kind": "bench", "options": {**folders, "model": "llama3.2-1b", "contexts": [256]}}
     kept = {"folder": "drive", "tiers": ["a", "b"], "model": "llama3.2-1b", "contexts": [256]}
@@ -162,7 +162,7 @@ def test_a_compact_record_has_no_folder_of_the_machine_that_measured_it() -> Non
     assert folders.items() <= record["options"].items()
 
 
-def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_records_of_an_unnamed_machine_are_no_reference(tmp_path: Path, monkeypatch, capsys) -> None:
     paths = write_records(tmp_path / "raw", smoke_set()[:1])
     monkeypatch.setattr("sys.argv", ["reference", "--records", *map(str, paths), "--out-dir", str(tmp_path / "kept")])
     with pytest.raises(SystemExit, match="MEMASCEND_HOST"):
@@ -170,7 +170,7 @@ def test_a_machine_without_a_name_or_a_changed_tree_is_no_reference(tmp_path: Pa
     assert not (tmp_path / "kept").exists()
 
 
-def test_a_paper_or_an_exhibit_that_is_not_built_ends_with_what_it_waits_for() -> None:
+def test_unbuilt_paper_and_exhibit_name_what_they_wait_for() -> None:
     waiting = {
         "id": "mlpoffload-fig04",
         "paper": "mlpoffload",
@@ -186,7 +186,7 @@ def test_a_paper_or_an_exhibit_that_is_not_built_ends_with_what_it_waits_for() -
     assert ended.value.code == "mlpoffload-fig04 is not built yet: it waits for the tier of several paths."
 
 
-def test_the_folder_of_the_servers_sockets_outlives_the_runs_that_collect_what_killed_ones_left(tmp_path, monkeypatch):
+def test_socket_folder_of_the_servers_survives_scratch_collection(tmp_path, monkeypatch):
     monkeypatch.setattr(console_module, "SERVERS", {})
     monkeypatch.setenv("MEMASCEND_EXHIBITS", "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

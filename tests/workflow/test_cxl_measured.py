@@ -27,7 +27,7 @@ def rows_of(folder: Path, record: dict[str, Any]) -> dict[tuple[str, str, str], 
     return {(r.metric, r.series, r.x_value): float(r.value) for r in rows.itertuples()}
 
 
-def test_fig_4_has_the_median_load_from_memory_beside_processors_and_none_from_a_card(tmp_path: Path) -> None:
+def test_fig_4_shows_median_latency_of_local_dram_only(tmp_path: Path) -> None:
     node = {"method": "node 0", "node": 0, "memory_only": False}
     points = [node | {"bytes": 32 << 10, "seconds": [1e-9, 2e-9, 9e-9]}, node | {"bytes": 1 << 28, "seconds": [1.2e-7]}]
     points += [{"method": "node 1", "node": 1, "memory_only": True, "bytes": 1 << 28, "seconds": [3e-7]}]
@@ -38,7 +38,7 @@ def test_fig_4_has_the_median_load_from_memory_beside_processors_and_none_from_a
     }
 
 
-def test_fig_5_has_deepspeeds_adam_and_ours_by_elements(tmp_path: Path) -> None:
+def test_fig_5_shows_deepspeeds_adam_and_ours_by_element_count(tmp_path: Path) -> None:
     ways = {"deepspeed": 0.5, "fp32": 0.4, "torch_mul": 0.1}
     points = [{"method": m, "numel": 10**7, "bytes": 1, "seconds": [s, s, 9.0]} for m, s in ways.items()]
     assert rows_of(tmp_path, bench("adamw", points)) == {
@@ -47,7 +47,7 @@ def test_fig_5_has_deepspeeds_adam_and_ours_by_elements(tmp_path: Path) -> None:
     }
 
 
-def test_fig_2_is_the_twins_peak_times_k_squared_at_the_originals_context(tmp_path: Path) -> None:
+def test_fig_2_scales_the_twins_peak_by_k_squared(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "zero_offload", "bf16", 5, k=32)
     record |= {"model": "mistral-nemo-12b", "system": "cxl", "arm": "baseline", "gpus": 2}
     none = {"checkpoint_store_requested_bytes": 0, "checkpoint_store_reserved_bytes": 0}

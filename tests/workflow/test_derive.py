@@ -30,7 +30,7 @@ def number(table: pd.DataFrame, **where: str) -> float:
     return float(table["value"].iloc[0])
 
 
-def test_records_of_two_machines_under_one_name_are_refused_with_both_files(tmp_path: Path) -> None:
+def test_records_of_two_machines_under_one_name_are_refused(tmp_path: Path) -> None:
     """Two nodes of a cluster may leave such records; a table would mix their numbers."""
     mine, theirs = training("Qwen2.5-7B", "as_published", "fp16", 1), training("Qwen2.5-7B", "as_published", "bf16", 1)
     theirs["host"] = {**theirs["host"], "cpu": "another processor"}
@@ -40,7 +40,7 @@ def test_records_of_two_machines_under_one_name_are_refused_with_both_files(tmp_
     assert len(apart(load(write_records(tmp_path, [mine, theirs])))) == 2
 
 
-def test_a_twins_bytes_are_given_raw_and_at_the_originals_size(tmp_path: Path) -> None:
+def test_twin_bytes_are_given_raw_and_at_the_originals_size(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "as_published", "fp16", 1)
     table = rows_of([record], tmp_path)
     where = {"exhibit_id": "memascend-fig15", "series": tidy.AS_PUBLISHED}
@@ -49,7 +49,7 @@ def test_a_twins_bytes_are_given_raw_and_at_the_originals_size(tmp_path: Path) -
     assert number(table, metric="peak system memory (x k^2)", **where) == pytest.approx(64 * raw)
 
 
-def test_the_components_and_what_the_ledger_lacks_add_up_to_the_peak(tmp_path: Path) -> None:
+def test_components_and_unlisted_memory_add_up_to_the_peak(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "as_published", "fp16", 1)
     record["memory"]["host_peak_net_bytes"] += 5_000_000
     table = rows_of([record], tmp_path)
@@ -60,14 +60,14 @@ def test_the_components_and_what_the_ledger_lacks_add_up_to_the_peak(tmp_path: P
     assert number(mine, metric="not in the ledger") == pytest.approx(5_000_000 / tidy.GIB)
 
 
-def test_rounding_by_the_allocator_is_pinned_memory_overhead(tmp_path: Path) -> None:
+def test_allocator_rounding_counts_as_pinned_memory_overhead(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "as_published", "bf16", 1)
     surplus = sum(e["reserved_bytes"] - e["requested_bytes"] for e in record["ledger"])
     components = Run(record, tmp_path / "x.json").components()
     assert components["pinned memory overhead"] == surplus > 0
 
 
-def test_a_device_entry_and_one_that_is_dead_at_the_peak_do_not_count(tmp_path: Path) -> None:
+def test_components_ignore_device_entries_and_those_dead_at_peak(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "memascend", "fp16", 1)
     before = Run(record, tmp_path / "x.json").components()
     for change in ({"role": "device"}, {"at_peak": False}):
@@ -75,14 +75,14 @@ def test_a_device_entry_and_one_that_is_dead_at_the_peak_do_not_count(tmp_path: 
     assert Run(record, tmp_path / "x.json").components() == before
 
 
-def test_reduction_and_average(tmp_path: Path) -> None:
+def test_average_reduction_is_the_mean_over_four_models(tmp_path: Path) -> None:
     table = rows_of(full_set(), tmp_path)
     mine = table[(table["exhibit_id"] == "memascend-fig15") & (table["series"] == tidy.MEMASCEND)]
     singles = [number(mine, metric="reduction", model=model) for model in tidy.DENSE]
     assert number(mine, metric="average reduction") == pytest.approx(sum(singles) / 4)
 
 
-def test_the_average_waits_for_all_four_models(tmp_path: Path) -> None:
+def test_average_reduction_needs_all_four_models(tmp_path: Path) -> None:
     records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend"))]
     table = rows_of(records, tmp_path)
     assert "average reduction" not in set(table["metric"])
@@ -99,7 +99,7 @@ def test_seeds_are_joined_by_the_median(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "other"), [("device", "cuda"), ("matmul", "fp32")])
-def test_runs_that_differ_in_device_or_matmul_are_never_joined(tmp_path: Path, field: str, other: str) -> None:
+def test_runs_with_different_device_or_matmul_are_never_joined(tmp_path: Path, field: str, other: str) -> None:
     records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend") * 2)]
     for i, record in enumerate(records[2:]):
         record |= {field: other, "run_id": f"{record['run_id']}-{other}"}
@@ -114,14 +114,14 @@ def test_runs_that_differ_in_device_or_matmul_are_never_joined(tmp_path: Path, f
     assert reductions["testbed"].nunique() == 2
 
 
-def test_an_average_is_of_one_device(tmp_path: Path) -> None:
+def test_average_reduction_never_mixes_devices(tmp_path: Path) -> None:
     pairs = [training(m, arm, "fp16", i) for i, m in enumerate(tidy.DENSE) for arm in ("as_published", "memascend")]
     for record in pairs[-2:]:
         record["device"] = "cuda"
     assert "average reduction" not in set(rows_of(pairs, tmp_path)["metric"])
 
 
-def test_a_series_is_the_arms_label_or_the_name_that_figures_have_for_it(tmp_path: Path) -> None:
+def test_series_names_follow_the_labels_of_systems_and_arms(tmp_path: Path) -> None:
     """Claims and figures select by these names."""
     named = {
         ("zero_infinity", "as_published"): "ZeRO-Infinity (as published)",
@@ -139,9 +139,7 @@ def test_a_series_is_the_arms_label_or_the_name_that_figures_have_for_it(tmp_pat
 
 
 @pytest.mark.parametrize(("system", "arm"), [("lohann", "as_published"), ("zero_infinity", "as_publishedd")])
-def test_a_record_of_an_unknown_system_is_refused_and_never_called_zero_infinity(
-    tmp_path: Path, system: str, arm: str
-) -> None:
+def test_record_of_an_unknown_system_or_arm_is_refused(tmp_path: Path, system: str, arm: str) -> None:
     record = training("Qwen2.5-7B", "memascend", "fp16", 1) | {"system": system, "arm": arm}
     with pytest.raises(tidy.TableError, match=r"x\.json: .*(unknown system 'lohann'|no arm 'as_publishedd')"):
         _ = Run(record, tmp_path / "x.json").series
@@ -157,7 +155,7 @@ def test_a_run_out_of_memory_is_a_result(tmp_path: Path) -> None:
     assert list(mine["value"]) == ["N/A (out of memory)"]
 
 
-def test_the_timeline_is_that_of_the_last_check_and_peaks_at_its_spike(tmp_path: Path) -> None:
+def test_timeline_covers_the_last_check_and_peaks_at_its_spike(tmp_path: Path) -> None:
     records = [training("Qwen2.5-7B", arm, "fp16", i) for i, arm in enumerate(("as_published", "memascend"))]
     table = rows_of(records, tmp_path)
     live = table[table["metric"] == "live tensors relative to the flat buffer"].assign(
@@ -170,7 +168,7 @@ def test_the_timeline_is_that_of_the_last_check_and_peaks_at_its_spike(tmp_path:
     assert resident["value"].astype(float).max() == pytest.approx(2.25, abs=1e-3)
 
 
-def test_the_benchmark_gives_medians_and_relative_memory(tmp_path: Path) -> None:
+def test_benchmark_rows_have_median_latency_and_relative_memory(tmp_path: Path) -> None:
     table = rows_of([bench(1)], tmp_path)
     chain = table[(table["metric"] == "overflow check latency") & (table["series"] == tidy.AS_PUBLISHED)]
     assert number(chain, x_value="1000000") == pytest.approx(1.05 * 4e-9 * 1e6 * 1e3)
@@ -186,20 +184,20 @@ def test_the_benchmark_gives_medians_and_relative_memory(tmp_path: Path) -> None
         ({"memory": {}}, "memory"),
     ],
 )
-def test_a_record_that_breaks_the_schema_is_refused_with_its_place(tmp_path: Path, change: dict, place: str) -> None:
+def test_record_that_breaks_the_schema_is_refused_naming_the_field(tmp_path: Path, change: dict, place: str) -> None:
     paths = write_records(tmp_path, [training("Qwen2.5-7B", "memascend", "fp16", 1) | change])
     with pytest.raises(tidy.TableError, match=place):
         load(paths)
 
 
-def test_an_entry_called_other_is_refused(tmp_path: Path) -> None:
+def test_ledger_entry_owned_by_other_is_refused(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "memascend", "fp16", 1)
     record["ledger"][0]["owner"] = "other"
     with pytest.raises(tidy.TableError, match="ledger/0/owner"):
         load(write_records(tmp_path, [record]))
 
 
-def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:
+def test_truncated_record_gives_one_error_line(tmp_path: Path) -> None:
     path = tmp_path / "train-x.json"
     path.write_text(json.dumps(training("Qwen2.5-7B", "memascend", "fp16", 1))[:500])
     words = ["-m", "workflows.derive.table", "--exhibit", "memascend-fig15", "--published", "results/published"]
@@ -211,7 +209,7 @@ def test_half_a_record_ends_the_program_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_the_probed_machine_stands_in_both_tables(tmp_path: Path) -> None:
+def test_probed_machine_appears_in_both_testbed_tables(tmp_path: Path) -> None:
     table = rows_of([probed(1)], tmp_path)
     assert set(table["exhibit_id"]) == {"memascend-tab03", "memascend-tab05"}
     mine = table[table["exhibit_id"] == "memascend-tab05"].set_index("x_value")["value"]
@@ -224,7 +222,7 @@ def test_the_probed_machine_stands_in_both_tables(tmp_path: Path) -> None:
     }
 
 
-def test_the_last_check_is_told_from_one_that_ended_shortly_before(tmp_path: Path) -> None:
+def test_last_check_is_distinguished_from_one_shortly_before(tmp_path: Path) -> None:
     record = training("Qwen2.5-7B", "as_published", "fp16", 1)
     for entry in record["ledger"]:
         if entry["owner"] == "overflow_check" and entry["born_s"] < 9:
@@ -234,7 +232,7 @@ def test_the_last_check_is_told_from_one_that_ended_shortly_before(tmp_path: Pat
     assert changes[0][0] == 9.0
 
 
-def test_time_twins_of_two_cells_and_paths_of_two_kinds_are_never_joined() -> None:
+def test_different_time_twins_and_path_kinds_are_never_joined() -> None:
     base = {"model": "llama3.1-8b", "twin": {"k": 4}, "host": {"name": "here"}}
     cells = [("memascend-c1", 80, 0), ("memascend-c2", 8, 0), ("memascend-c2", 8, 0.4)]
     twins = [base | {"time_twin": {"testbed": t, "cell": {"batch": b}, "cpu_share": s}} for t, b, s in cells]

@@ -32,7 +32,7 @@ def seven(tmp_path: Path) -> pd.DataFrame:
     return rows_of([sweep("Qwen2.5-7B", "as_published", 1), sweep("Qwen2.5-7B", "memascend", 2)], tmp_path)
 
 
-def test_a_point_stands_at_the_originals_context_and_size(seven: pd.DataFrame) -> None:
+def test_sweep_point_is_placed_at_the_originals_context_and_size(seven: pd.DataFrame) -> None:
     where = {"exhibit_id": "memascend-fig16", "series": tidy.MEMASCEND, "x_name": "context (tokens)"}
     small, large = (
         number(seven, metric="peak system memory" + tidy.SCALED, x_value=x, **where) for x in ("4096", "131072")
@@ -40,27 +40,27 @@ def test_a_point_stands_at_the_originals_context_and_size(seven: pd.DataFrame) -
     assert large - small == pytest.approx(2 * (131_072 - 4096) * 28 * 3584 * 2 / tidy.GIB)  # Eq. 1 on two GPUs
 
 
-def test_contexts_have_one_sequence_a_gpu_and_batches_a_context_of_4096(seven: pd.DataFrame) -> None:
+def test_context_sweep_fixes_the_batch_and_batch_sweep_the_context(seven: pd.DataFrame) -> None:
     where = seven[(seven["metric"] == "peak system memory") & (seven["series"] == tidy.MEMASCEND)]
     found = {e: set(where.loc[where["exhibit_id"] == f"memascend-{e}", "x_value"]) for e in ("fig09", "fig10")}
     assert found["fig09"] == {str(context) for context, batch in POINTS if batch == 1}
     assert found["fig10"] == {str(batch) for context, batch in POINTS if context == 4096}
 
 
-def test_plateaus_are_seen_where_two_contexts_round_alike(seven: pd.DataFrame) -> None:
+def test_as_published_peaks_plateau_and_memascend_peaks_do_not(seven: pd.DataFrame) -> None:
     where = {"exhibit_id": "memascend-fig09", "metric": "peak system memory"}
     for series, same in ((tidy.AS_PUBLISHED, True), (tidy.MEMASCEND, False)):
         peaks = [number(seven, series=series, x_value=x, **where) for x in ("16384", "20480")]
         assert (peaks[0] == peaks[1]) is same
 
 
-def test_all_of_equation_1_and_no_more_is_a_growth_of_one(seven: pd.DataFrame) -> None:
+def test_memascend_growth_equals_equation_1(seven: pd.DataFrame) -> None:
     where = {"exhibit_id": "memascend-fig09", "metric": "growth relative to Equation 1"}
     assert number(seven, series=tidy.MEMASCEND, **where) == pytest.approx(1.0)
     assert number(seven, series=tidy.AS_PUBLISHED, **where) > 1.2
 
 
-def test_what_a_cap_allows_is_said_only_where_the_sweep_reaches_it(tmp_path: Path) -> None:
+def test_largest_context_is_given_only_if_the_sweep_reaches_it(tmp_path: Path) -> None:
     record = sweep("Qwen2.5-7B", "memascend", 1)
     largest = {"exhibit_id": "memascend-fig09", "metric": "largest context", "x_value": "128"}
     assert number(rows_of([record], tmp_path / "whole"), **largest) == 131_072
@@ -69,7 +69,7 @@ def test_what_a_cap_allows_is_said_only_where_the_sweep_reaches_it(tmp_path: Pat
     assert short[short["metric"] == "largest context"].empty
 
 
-def test_two_real_ranks_and_one_with_both_gpus_sequences_meet(tmp_path: Path) -> None:
+def test_two_real_ranks_match_one_with_both_sequences(tmp_path: Path) -> None:
     one, two = sweep("Qwen2.5-7B", "memascend", 1), sweep("Qwen2.5-7B", "memascend", 2, ranks=2)
     table = rows_of([one, two], tmp_path)
     where = {"exhibit_id": "memascend-fig09", "metric": "peak system memory", "x_value": "16384"}
@@ -77,7 +77,7 @@ def test_two_real_ranks_and_one_with_both_gpus_sequences_meet(tmp_path: Path) ->
     assert pair == pytest.approx(alone)
 
 
-def test_a_sweep_is_drawn_in_no_exhibit_of_plain_runs(seven: pd.DataFrame) -> None:
+def test_sweep_contributes_to_no_exhibit_of_plain_runs(seven: pd.DataFrame) -> None:
     assert not set(seven["exhibit_id"]) & {"memascend-fig04", "memascend-fig15", "memascend-fig08"}
 
 
@@ -102,7 +102,7 @@ def test_one_curve_alone_has_no_difference(tmp_path: Path) -> None:
     assert not table["metric"].str.startswith("largest").any()
 
 
-def test_an_improvement_is_the_median_of_ratios_within_a_round(tmp_path: Path) -> None:
+def test_improvement_is_the_median_of_ratios_within_rounds(tmp_path: Path) -> None:
     table = rows_of([step_times("qwen2.5-7b", 1)], tmp_path)
     where = {
         "exhibit_id": "memascend-tab04",
@@ -116,7 +116,7 @@ def test_an_improvement_is_the_median_of_ratios_within_a_round(tmp_path: Path) -
     assert number(table, **gains) > 0
 
 
-def test_an_older_records_direct_only_is_as_published_on_the_direct_engine(tmp_path: Path) -> None:
+def test_old_arm_direct_only_is_read_as_as_published_direct(tmp_path: Path) -> None:
     record, older = step_times("qwen2.5-7b", 1), step_times("qwen2.5-7b", 1)
     for point in older["points"]:
         if point["arm"] == "as_published_direct":
@@ -126,7 +126,7 @@ def test_an_older_records_direct_only_is_as_published_on_the_direct_engine(tmp_p
     assert "zero_infinity as_published_direct fp16" in set(now["series"])
 
 
-def test_another_deepspeed_in_the_same_rounds_is_set_beside_memascend(tmp_path: Path) -> None:
+def test_other_deepspeed_in_the_same_rounds_is_compared_with_memascend(tmp_path: Path) -> None:
     """An arm of the same name in two environments counts as two arms.
     MemAscend's own seconds are rows of another record."""
     record = step_times("qwen2.5-7b", 1)
@@ -144,7 +144,7 @@ def test_another_deepspeed_in_the_same_rounds_is_set_beside_memascend(tmp_path: 
     assert not (table["series"] == "memascend memascend fp16").any()
 
 
-def test_rounds_that_scatter_judge_nothing(tmp_path: Path) -> None:
+def test_scattered_rounds_give_no_smallest_improvement(tmp_path: Path) -> None:
     record = step_times("qwen2.5-7b", 1)
     busy = next(p for p in record["points"] if p["arm"] == "memascend" and p["dtype"] == "fp16")
     busy["backward_s"] = [2.0, 6.0, 2.0]
@@ -156,7 +156,7 @@ def test_rounds_that_scatter_judge_nothing(tmp_path: Path) -> None:
     assert float(quiet["value"].iloc[0]) > 0
 
 
-def test_io_is_counted_a_parameter_and_scaled_to_the_original(tmp_path: Path) -> None:
+def test_io_is_given_per_parameter_and_at_the_originals_size(tmp_path: Path) -> None:
     table = rows_of([step_times("qwen2.5-7b", 1)], tmp_path)
     where = {"exhibit_id": "memascend-fig20", "series": "MemAscend + bf16 optimizer"}
     assert number(table, metric="I/O per parameter", **where) == pytest.approx(22.0)

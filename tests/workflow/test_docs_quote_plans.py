@@ -30,14 +30,14 @@ def quotes() -> list[tuple[str, str, str]]:
 QUOTES = quotes()
 
 
-def test_pages_quote_plans() -> None:
+def test_at_least_four_pages_quote_plans() -> None:
     assert len({page for page, _, _ in QUOTES}) >= 4
 
 
 @pytest.mark.parametrize(
     ("page", "command", "quoted"), QUOTES, ids=[f"{Path(p).stem}: {c[15:50]}" for p, c, _ in QUOTES]
 )
-def test_a_quoted_plan_is_what_the_command_prints(
+def test_quoted_plans_match_the_output_of_their_commands(
     page: str, command: str, quoted: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared piece by piece where dots mark an omission."""

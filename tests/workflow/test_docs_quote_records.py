@@ -18,7 +18,7 @@ RECORDS = sorted((ROOT / "results/reference").glob("*/bench-engine-*.json"))
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_every_ratio_of_a_record_is_a_row_of_its_page(path):
+def test_cost_page_has_a_row_for_every_ratio(path):
     record = json.loads(path.read_text())
     assert f"`{path.stem}`" in COST
     rows = [row for row in record["summary"] if row["method"] != "memory"]
@@ -37,7 +37,7 @@ def test_every_ratio_of_a_record_is_a_row_of_its_page(path):
         assert row["losses_apart"] < 1e-3
 
 
-def test_there_are_records_at_both_lengths():
+def test_engine_records_cover_both_context_lengths():
     lengths = {row["context"] for path in RECORDS for row in json.loads(path.read_text())["summary"]}
     assert {256, 1024} <= lengths
 
@@ -48,7 +48,7 @@ THROTTLED = sorted(REFERENCE.glob("bench-activations-throttled-*.json"))
 
 
 @pytest.mark.parametrize("path", THROTTLED, ids=lambda path: path.stem)
-def test_a_drive_held_to_a_rate_slows_a_step_as_the_how_to_says(path):
+def test_how_to_quotes_the_slowdown_on_throttled_drives(path):
     record = json.loads(path.read_text())
     row = next(row for row in record["summary"] if row["way"] == "ssd")
     cells = [
@@ -69,7 +69,7 @@ def quoted(found):
     return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
-def test_every_placement_of_the_record_is_a_row_and_trained_to_the_same_bits_and_bytes():
+def test_how_to_quotes_every_placement_and_all_train_identically():
     record = json.loads((REFERENCE / "bench-placement-llama3.2-1b.json").read_text())
     none, *others = record["summary"]
     assert [row["method"] for row in others] == ["again", "latency_first", "interleave", "node"]
@@ -81,7 +81,7 @@ def test_every_placement_of_the_record_is_a_row_and_trained_to_the_same_bits_and
     assert f"{len(record['points'][0]['seconds'])} rounds" in NODES
 
 
-def test_what_arms_under_a_placement_take_is_what_the_record_says():
+def test_how_to_quotes_the_step_times_of_placement_arms():
     record = json.loads((REFERENCE / "times-placement-llama3.2-1b.json").read_text())
     seconds = {p["arm"]: step_seconds(p) for p in record["points"]}
     text = " ".join(NODES.split())
@@ -89,7 +89,7 @@ def test_what_arms_under_a_placement_take_is_what_the_record_says():
     assert f"arm `cxl_aware` took {aware} times as long as `baseline`, arm `naive` {naive}" in text
 
 
-def test_arms_of_gradient_offloading_are_as_predicted_as_the_reference_says():
+def test_reference_quotes_predicted_and_measured_gradient_offloading_steps():
     record = json.loads((REFERENCE / "kernel-engine-arms-paper.json").read_text())
     text = (REFERENCE / "README.md").read_text()
     predicted = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
@@ -110,7 +110,7 @@ def test_arms_of_gradient_offloading_are_as_predicted_as_the_reference_says():
     ("base", "arm"),
     [(("as_published_direct", "fp16"), ("memascend", "fp16")), (("memascend", "bf16"), ("memascend_bf16", "bf16"))],
 )
-def test_gains_of_tables_four_and_six_on_the_second_host_are_what_its_record_says(base, arm):
+def test_artifact_page_quotes_gains_of_tables_iv_and_vi(base, arm):
     record = json.loads((REFERENCE / "times-qwen2.5-7b-paper.json").read_text())
     seconds = {(p["batch"], p["arm"], p["dtype"]): step_seconds(p) for p in record["points"]}
     text = (ROOT / "docs/ARTIFACT.md").read_text().replace("−", "-").replace("+", "")
@@ -124,7 +124,7 @@ DRIVES = (ROOT / "docs/how-to/several-drives.md").read_text()
 
 
 @pytest.mark.parametrize(("file_system", "referenced"), [("Btrfs", {"direct", "file"}), ("ext4", {"file"})])
-def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_referenced(file_system, referenced):
+def test_how_to_quotes_checkpoint_cost_and_referenced_data_stays_unwritten(file_system, referenced):
     record = json.loads((REFERENCE / f"checkpoints-{file_system.lower()}.json").read_text())
     found = {(point["arm"], point["way"]): point for point in record["checkpoints"]}
     states = 12 * record["twin"]["parameters"]
@@ -138,7 +138,7 @@ def test_checkpoints_take_what_the_how_to_says_and_write_nothing_of_what_is_refe
 
 
 @pytest.mark.parametrize(("file_system", "shares"), [("XFS", True), ("Btrfs", True), ("ext4", False)])
-def test_checkpoints_of_train_take_what_the_how_to_says_and_do_not_write_what_they_share(file_system, shares):
+def test_train_checkpoint_costs_are_quoted_and_shared_data_stays_unwritten(file_system, shares):
     record = json.loads((REFERENCE / f"bench-checkpoints-{file_system.lower()}.json").read_text())
     assert record["file_system"] == file_system.lower()
     cells = [file_system]
@@ -154,7 +154,7 @@ def test_checkpoints_of_train_take_what_the_how_to_says_and_do_not_write_what_th
     assert (shared["shared_bytes"] > 0.8 * whole) == shares
 
 
-def test_ranks_that_take_turns_on_drives_are_as_fast_as_the_how_to_says():
+def test_how_to_quotes_the_speed_of_ranks_taking_turns():
     record = json.loads((REFERENCE / "times-mlpoffload-two-ranks.json").read_text())
     seconds = {point["arm"]: median(step_seconds(point)) for point in record["points"]}
     speeds = [seconds[free] / seconds[own] for free, own in (("skip_gradients", "exclusive"), ("free", "mlp_offload"))]
@@ -163,7 +163,7 @@ def test_ranks_that_take_turns_on_drives_are_as_fast_as_the_how_to_says():
     assert "(0.99 of the speed over one drive and over two," in DRIVES
 
 
-def test_passes_over_paths_take_what_the_formula_gives_and_follow_a_halved_one_as_the_reference_says():
+def test_reference_quotes_passes_over_paths_against_the_formula():
     text, said = " ".join((REFERENCE / "README.md").read_text().split()), []
     for name, what in (("equal", "Two equal paths"), ("two-to-one", "2:1"), ("three", "three")):
         record = json.loads((REFERENCE / f"bench-tiers-{name}.json").read_text())
@@ -176,7 +176,7 @@ def test_passes_over_paths_take_what_the_formula_gives_and_follow_a_halved_one_a
     assert "; ".join(said) in text
 
 
-def test_steps_of_several_accumulated_batches_are_as_predicted_as_the_reference_says():
+def test_reference_quotes_predicted_and_measured_steps_with_gradient_accumulation():
     measured, predicted = (
         {(p["arm"], p["accumulation"]): step_seconds(p) for p in json.loads((REFERENCE / name).read_text())["points"]}
         for name in ("times-mlpoffload-accumulation.json", "times-mlpoffload-accumulation-predicted.json")
@@ -194,7 +194,7 @@ PATH_TWINS = ("duplex", "duplex-alone", "simplex", "simplex-caching", "simplex-a
 
 
 @pytest.mark.parametrize("name", [*PATH_TWINS, "two-ranks-alone"])
-def test_arms_over_paths_take_what_the_reference_says_beside_what_was_predicted(name):
+def test_reference_quotes_predicted_and_measured_times_of_multipath_arms(name):
     def points(name):
         record = json.loads((REFERENCE / f"times-mlpoffload-{name}.json").read_text())
         return {point["arm"]: step_seconds(point) for point in record["points"] if point["system"] == "mlp_offload"}
@@ -212,7 +212,7 @@ def test_arms_over_paths_take_what_the_reference_says_beside_what_was_predicted(
 
 
 @pytest.mark.parametrize(("dtype", "k", "printed"), [("fp16", 8, 55.7), ("bf16", 16, 25.19)])
-def test_peaks_of_four_models_and_their_mean_reduction_are_what_the_records_say(dtype, k, printed):
+def test_reference_and_readme_quote_peaks_and_their_mean_reduction(dtype, k, printed):
     text, less = " ".join((REFERENCE / "README.md").read_text().split()), []
     for model in ("Llama3.1-8B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B"):
         paths = [REFERENCE / f"train-{model.lower()}-k{k}-{dtype}-{arm}.json" for arm in ("as_published", "memascend")]
@@ -243,7 +243,7 @@ LOHAN_ARMS = {
 }
 
 
-def test_lohan_by_phase_is_what_the_records_say_and_slower_in_none_than_what_runs_on_deepspeed():
+def test_reference_quotes_phase_times_and_lohan_is_never_slower():
     text = (REFERENCE / "README.md").read_text()
     rows = {arm: [f"| {name} "] for arm, name in DEEPSPEED_ARMS.items()}
     rows |= {("lohan", arm): [f"| {name} "] for arm, name in LOHAN_ARMS.items()}
@@ -265,7 +265,7 @@ def of_points(record):
 
 
 @pytest.mark.parametrize(("drives", "label"), [(1, "1"), (2, "2"), (3, "3"), (12, "6, 12")])
-def test_steps_on_the_path_of_so_many_ssds_are_what_the_reference_says(drives, label):
+def test_reference_quotes_step_times_by_number_of_ssds(drives, label):
     record = json.loads((REFERENCE / f"kernel-engine-{drives}-drives-paper.json").read_text())
     took = of_points(record)
     said = {(row["context"], row["method"]): row["seconds"] for row in predicted_steps(record)}
@@ -278,14 +278,14 @@ def test_steps_on_the_path_of_so_many_ssds_are_what_the_reference_says(drives, l
 @pytest.mark.parametrize(
     ("name", "batch"), [("0.67B", 8), ("0.90B", 8), ("1.4B", 2), ("10B", 0), ("20B", 0), ("40B", 0)]
 )
-def test_images_a_second_of_diffusion_transformers_are_what_the_reference_says(name, batch):
+def test_reference_quotes_images_per_second_of_diffusion_transformers(name, batch):
     took = of_points(json.loads((REFERENCE / f"kernel-engine-dit-{name.lower()}-paper.json").read_text()))
     theirs = f"{batch / took[batch, 'memory']:.1f} | {batch}" if batch else "out of memory | -"
     row = f"| {name} | {16 / took[16, 'optimized']:.1f} | {theirs} |"
     assert row in (REFERENCE / "README.md").read_text()
 
 
-def test_the_savings_on_the_first_page_are_those_of_the_records():
+def test_readme_quotes_the_savings_in_the_records():
     rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
     names = [f"train-qwen2.5-7b-k8-fp16-{arm}" for arm in ("as_published", "today", "memascend")]
     records = [json.loads((REFERENCE / f"{name}.json").read_text()) for name in names]
@@ -309,7 +309,7 @@ def test_the_savings_on_the_first_page_are_those_of_the_records():
     assert sum(f"instead leaves {left:.0f} % and takes {times:.2f} times as long" in row for row in rows) == 1
 
 
-def test_training_stands_still_for_a_checkpoint_as_long_as_the_reference_says():
+def test_reference_quotes_how_long_checkpoints_stop_training():
     folder = ROOT / "results/reference/xeon-amx-2core"
     record = json.loads((folder / "bench-saves.json").read_text())
     _, foreground, background = record["summary"]
@@ -330,7 +330,7 @@ def test_training_stands_still_for_a_checkpoint_as_long_as_the_reference_says():
         assert f"| {name} | {each} | {beyond} | {took} |" in readme
 
 
-def test_the_modelled_peaks_on_the_first_page_are_the_planner_s():
+def test_readme_quotes_the_planners_modelled_peaks():
     text = " ".join((ROOT / "README.md").read_text().split())
     today = {"system": "zero_infinity", "arm": "today"}
     for more, said in (
@@ -341,7 +341,7 @@ def test_the_modelled_peaks_on_the_first_page_are_the_planner_s():
         assert said.format(plan(work, process_overhead=False).host_bytes / 2**30) in text
 
 
-def test_the_14b_model_s_numbers_are_those_of_its_record():
+def test_pages_quote_the_14b_models_record():
     folder = ROOT / "results/reference/xeon-amx-2core"
     record = json.loads((folder / "flagship-qwen2.5-14b.json").read_text())
     summary, disk = record["summary"], record["points"]["disk_bytes"]
@@ -358,7 +358,7 @@ def test_the_14b_model_s_numbers_are_those_of_its_record():
     assert f"{summary['of_the_bound']:.2f} times the larger of the two" in page
 
 
-def test_the_table_of_mlp_offload_s_twins_is_what_the_claims_say():
+def test_reference_table_of_mlp_offload_twins_matches_the_claims():
     folder = ROOT / "results/reference"
     found = {each.claim_id: each for each in claims.read_verdicts(folder / "xeon-amx-2core/claims.csv")}
     modelled = {each.claim_id: each for each in claims.read_verdicts(folder / "modelled/mlpoffload-claims.csv")}
@@ -373,7 +373,7 @@ def test_the_table_of_mlp_offload_s_twins_is_what_the_claims_say():
         assert f"{printed} x" == found[name].expected
 
 
-def test_how_far_the_simulator_is_off_is_said_as_the_record_has_it():
+def test_pages_quote_the_simulators_errors():
     record = json.loads((REFERENCE / "validation.json").read_text())
     readme, status = (path.read_text() for path in (REFERENCE / "README.md", ROOT / "docs/status.md"))
     for run in dict.fromkeys((row["system"], row["arm"]) for row in record["rows"]):

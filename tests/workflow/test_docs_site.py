@@ -38,7 +38,7 @@ def commands() -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page(commands: dict[str, str]) -> None:
+def test_navigation_lists_every_page_exactly_once(commands: dict[str, str]) -> None:
     shown = entries(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     pages |= {"about.md", "changelog.md", "contributing.md"}
@@ -47,13 +47,13 @@ def test_every_page_is_in_the_navigation_once_and_every_entry_is_a_page(commands
     assert sorted(shown) == sorted(pages)
 
 
-def test_the_first_page_links_to_every_page_of_the_folder() -> None:
+def test_docs_readme_links_to_every_page_of_the_folder() -> None:
     linked = set(re.findall(r"\]\(([^)#]+\.md)\)", (DOCS / "README.md").read_text())) - {"../README.md"}
     assert linked == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"README.md"}
 
 
 @pytest.mark.parametrize("words", ["train", "plan", "storage format", "bench engine"])
-def test_a_command_s_page_has_every_option_of_its_help(commands: dict[str, str], words: str) -> None:
+def test_command_page_has_every_option_of_its_help(commands: dict[str, str], words: str) -> None:
     done = forked.run([sys.executable, "-m", "memascend.cli", *words.split(), "--help"], env=dict(os.environ))
     options = set(re.findall(r"^ +(--[\w-]+)", done.stdout, re.MULTILINE))
     page = commands[words.split()[0]]
@@ -91,7 +91,7 @@ def outputs(environment: dict[str, str], folder: Path, beginning: str) -> list[s
     ]
 
 
-def test_the_tutorial_s_system_is_planned_compared_and_simulated(typed: dict[str, str], tmp_path: Path) -> None:
+def test_tutorial_system_is_planned_compared_and_simulated(typed: dict[str, str], tmp_path: Path) -> None:
     own, others, simulated = outputs(typed, tmp_path, "memascend plan")
     assert [done.returncode for done in (own, others, simulated)] == [0, 0, 0]
     size = re.search(r"It takes ([0-9.]+) GiB", TUTORIAL)[1]
@@ -101,7 +101,7 @@ def test_the_tutorial_s_system_is_planned_compared_and_simulated(typed: dict[str
     assert "fetch" in simulated.stdout
 
 
-def test_the_tutorial_s_system_is_a_bar_in_a_figure(typed: dict[str, str], tmp_path: Path) -> None:
+def test_tutorial_system_is_a_bar_in_a_figure(typed: dict[str, str], tmp_path: Path) -> None:
     (done,) = outputs(typed, tmp_path, "PYTHONPATH=. python bar.py")
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "toy.svg").read_text()
@@ -110,7 +110,7 @@ def test_the_tutorial_s_system_is_a_bar_in_a_figure(typed: dict[str, str], tmp_p
 
 
 @pytest.mark.slow
-def test_the_tutorial_s_system_trains_and_refuses_in_its_own_words(typed: dict[str, str], tmp_path: Path) -> None:
+def test_tutorial_system_trains_and_refuses_two_ranks(typed: dict[str, str], tmp_path: Path) -> None:
     trained, refused = outputs(typed, tmp_path, "memascend train")
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "runs/toy/model").exists()
@@ -118,7 +118,7 @@ def test_the_tutorial_s_system_trains_and_refuses_in_its_own_words(typed: dict[s
     assert refused.stderr == "memascend: error: a toy has one rank: leave --ranks out\n"
 
 
-def test_the_gallery_shows_what_its_program_draws() -> None:
+def test_gallery_page_and_folder_match_the_list_of_pictures() -> None:
     page = (ROOT / "docs/gallery.md").read_text()
     shown = re.findall(r"!\[[^]]*\]\(\.\./figures/gallery/([\w-]+)\.png\)", page)
     assert tuple(shown) == gallery.SHOWN
@@ -126,7 +126,7 @@ def test_the_gallery_shows_what_its_program_draws() -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_of_the_gallery_is_drawn_again_to_the_byte(tmp_path: Path) -> None:
+def test_gallery_picture_is_redrawn_byte_for_byte(tmp_path: Path) -> None:
     gallery.draw(("memascend-fig08",), tmp_path)
     assert (tmp_path / "memascend-fig08.png").read_bytes() == (
         ROOT / "figures/gallery/memascend-fig08.png"

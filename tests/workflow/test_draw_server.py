@@ -39,7 +39,7 @@ def ask(address: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def test_each_has_a_process_of_its_own_and_a_failure_is_that_of_its_request_alone(address: str) -> None:
+def test_each_request_has_its_own_process_and_fails_alone(address: str) -> None:
     first = ask(address, "print('one')")
     failed = ask(address, "sys.exit('error: no such exhibit')")
     broken = ask(address, "1 / 0")

@@ -23,14 +23,14 @@ def groups(profile: str) -> list[dict]:
     return [group for kind in ("training", "bench", "times") for group in PROFILES[profile][kind]]
 
 
-def test_the_file_fits_its_schema() -> None:
+def test_experiments_file_fits_its_schema() -> None:
     tidy.check(EXPERIMENTS, "experiments.schema.json", "experiments.yaml")
 
 
 @pytest.mark.parametrize(
     "change", [{"model": {}}, {"dtypes": ["fp8"]}, {"models": {"qwen2.5-7b": 3}}, {"time_limit_s": 0}]
 )
-def test_the_schema_refuses_a_group_that_cannot_work(change: dict) -> None:
+def test_schema_refuses_invalid_training_groups(change: dict) -> None:
     broken = json.loads(json.dumps(EXPERIMENTS))
     broken["profiles"]["smoke"]["training"][0] |= change
     with pytest.raises(tidy.TableError, match="profiles/smoke/training/0"):
@@ -38,7 +38,7 @@ def test_the_schema_refuses_a_group_that_cannot_work(change: dict) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
+def test_measured_memascend_exhibits_have_runs_in_every_profile(profile: str) -> None:
     entries = registry.exhibits()
     measured = {
         e["id"] for e in entries if e["status"] == "built" and "measured" in e["lanes"] and e["kind"] != "spec-table"
@@ -49,7 +49,7 @@ def test_every_built_exhibit_has_a_run_in_every_profile(profile: str) -> None:
     assert measured <= {exhibit for group in groups(profile) for exhibit in group["exhibits"]}
 
 
-def test_an_exhibit_lists_measured_only_where_a_run_or_a_committed_record_makes_a_row() -> None:
+def test_measured_exhibits_are_exactly_those_with_runs_or_records() -> None:
     named = {exhibit for profile in PROFILES for group in groups(profile) for exhibit in group["exhibits"]}
     named |= {"memascend-tab03", "memascend-tab05"}  # those of the probed machine
     for path in (ROOT / "results/reference").glob("*/*.json"):
@@ -58,12 +58,12 @@ def test_an_exhibit_lists_measured_only_where_a_run_or_a_committed_record_makes_
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick", "paper"])
-def test_every_paper_is_measured_in_short_profiles_too(profile: str) -> None:
+def test_short_profiles_measure_every_measured_paper(profile: str) -> None:
     named = {exhibit.rpartition("-")[0] for group in groups(profile) for exhibit in group["exhibits"]}
     assert named == {entry["paper"] for entry in registry.exhibits() if "measured" in entry["lanes"]}
 
 
-def test_the_table_of_the_status_counts_the_exhibits_of_each_paper() -> None:
+def test_status_page_counts_the_exhibits_of_each_paper() -> None:
     page = (ROOT / "docs/status.md").read_text()
     for paper, name in registry.PAPERS.items():
         lanes = [set(entry["lanes"]) for entry in registry.exhibits() if entry["paper"] == paper]
@@ -79,7 +79,7 @@ def test_the_table_of_the_status_counts_the_exhibits_of_each_paper() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_an_exhibit_named_by_a_group_is_in_the_registry(profile: str) -> None:
+def test_exhibits_named_by_groups_are_in_the_registry(profile: str) -> None:
     known = {e["id"] for e in registry.exhibits()}
     assert {exhibit for group in groups(profile) for exhibit in group["exhibits"]} <= known
 
@@ -100,7 +100,7 @@ def test_models_are_committed_and_arms_are_described(profile: str) -> None:
         assert arm["arm"] in described or "environment" in arm
 
 
-def test_paper_runs_ten_applied_steps_on_the_7b_twin_in_all_arms_and_the_reference() -> None:
+def test_paper_profile_runs_ten_steps_on_the_7b_twin() -> None:
     seven = [g for g in PROFILES["paper"]["training"] if "qwen2.5-7b" in g["models"] and "fp16" in g["dtypes"]]
     seven = [g for g in seven if "points" not in g]
     assert any(
@@ -116,7 +116,7 @@ def test_schemas_are_themselves_valid() -> None:
         jsonschema.Draft202012Validator.check_schema(json.loads(path.read_text()))
 
 
-def test_every_size_that_a_profile_benches_is_taken(monkeypatch) -> None:
+def test_overflow_bench_accepts_every_size_of_every_profile(monkeypatch) -> None:
     """Counts of layers have a limit that elements may exceed: quick and full requested more than was accepted."""
     asked: list[int] = []
     nothing = {"missing": {}, "summary": []}
@@ -132,7 +132,7 @@ def test_every_size_that_a_profile_benches_is_taken(monkeypatch) -> None:
                 assert asked == numels
 
 
-def test_the_simulator_s_validation_is_a_run_of_paper_with_its_limit_and_of_no_other_profile(monkeypatch) -> None:
+def test_profile_paper_validates_the_simulator_and_smoke_does_not(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     usual = registry.read(ROOT / "workflows/config/config.yaml")
     paper, smoke = (Configuration(usual | {"profile": profile}, []) for profile in ("paper", "smoke"))
@@ -144,7 +144,7 @@ def test_the_simulator_s_validation_is_a_run_of_paper_with_its_limit_and_of_no_o
         smoke.no_simulator()
 
 
-def test_what_validates_the_simulator_is_measured_again_when_one_of_its_systems_changes(monkeypatch) -> None:
+def test_code_digest_of_validation_covers_all_of_its_systems(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     paper = Configuration(registry.read(ROOT / "workflows/config/config.yaml") | {"profile": "paper"}, [])
     (record,) = paper.simulator

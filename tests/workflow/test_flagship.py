@@ -40,7 +40,7 @@ def found(losses, others, step_s=2.0):
     }
 
 
-def test_a_step_is_set_against_the_larger_of_products_and_drive(tmp_path):
+def test_step_is_compared_with_the_larger_of_both_bounds(tmp_path):
     args = flagship.parse(words(tmp_path))
     summary = flagship.summary(args, found([3.0, 2.0], [3.0, 2.0, 1.0]))
     assert summary["compute_bound_s"] == 1.25
@@ -55,12 +55,12 @@ def test_a_step_is_set_against_the_larger_of_products_and_drive(tmp_path):
     assert summary["loss_from_export"] == 1.0
 
 
-def test_losses_that_differ_in_a_compared_step_are_not_equal(tmp_path):
+def test_losses_differing_in_a_compared_step_are_not_equal(tmp_path):
     args = flagship.parse(words(tmp_path))
     assert not flagship.summary(args, found([3.0, 2.0], [3.0, 2.0000001, 1.0]))["losses_equal"]
 
 
-def test_products_are_those_of_the_models_matrices(tmp_path):
+def test_products_cover_every_matrix_of_the_model(tmp_path):
     args = flagship.parse(words(tmp_path))
     products = flagship.product_seconds(args)
     in_blocks = sum(row["count"] for row in products["matrices"] if row["in_block"])
@@ -73,7 +73,7 @@ def test_products_are_those_of_the_models_matrices(tmp_path):
     ("more", "said"),
     [(["--compared", "5"], "--compared: from 1 to --steps"), (["--kills", "3"], "at most one in each")],
 )
-def test_a_run_that_makes_no_sense_is_refused_in_one_line(tmp_path, capsys, more, said):
+def test_contradictory_options_are_refused(tmp_path, capsys, more, said):
     with pytest.raises(SystemExit):
         flagship.parse(words(tmp_path, *more))
     assert said in capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_a_run_that_makes_no_sense_is_refused_in_one_line(tmp_path, capsys, more
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("fio"), reason="needs root for a control group, and fio")
-def test_a_small_twin_goes_through_all_of_it(tmp_path, monkeypatch):
+def test_small_twin_completes_the_whole_flagship_run(tmp_path, monkeypatch):
     monkeypatch.setattr(flagship, "_FIO_S", 1)
     monkeypatch.setattr(flagship, "_FIO_BYTES", 64 << 20)
     monkeypatch.setattr(flagship, "_FIRST_STEP_S", 1.0)
@@ -101,7 +101,7 @@ def test_a_small_twin_goes_through_all_of_it(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("fio"), reason="needs root for a control group, and fio")
-def test_a_training_alone_keeps_one_version_and_no_more(tmp_path, monkeypatch):
+def test_training_only_run_keeps_one_version_of_states(tmp_path, monkeypatch):
     monkeypatch.setattr(flagship, "_FIO_S", 1)
     monkeypatch.setattr(flagship, "_FIO_BYTES", 64 << 20)
     more = ("--steps", "3", "--evaluate-every", "3", "--training-only", "--states", "int8")

@@ -9,18 +9,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "results/reference/epyc-genoa-2core/flagship-llama3.1-8b.json"
 
 
-def test_the_committed_picture_is_that_of_the_committed_record(tmp_path):
+def test_committed_picture_matches_the_committed_record(tmp_path):
     assert flagship.main([str(RECORD), "--out", str(tmp_path / "again.svg")]) == 0
     assert (tmp_path / "again.svg").read_text() == (ROOT / "docs/img/flagship.svg").read_text()
 
 
-def test_published_peaks_are_what_the_claims_quote_and_none_for_another_model():
+def test_published_peaks_are_known_only_for_quoted_models():
     assert flagship.published_gib("llama3.1-8b") == {"ZeRO-Infinity": 91.06, "MemAscend": 44.71}
     record = json.loads(RECORD.read_text())
     assert flagship.published_gib(record["points_requested"]["model"] + "-other") == {}
 
 
-def test_the_how_to_says_what_the_record_says():
+def test_how_to_quotes_the_flagship_record():
     page = (ROOT / "docs/how-to/train-8b-in-4-gib.md").read_text()
     record = json.loads(RECORD.read_text())
     found, step = record["summary"], record["points"]["steps"][-1]

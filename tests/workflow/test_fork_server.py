@@ -70,7 +70,7 @@ def ended(pid: int) -> bool:
     return False
 
 
-def test_runs_report_status_log_and_signal_and_the_server_prepares_once(server, tmp_path: Path) -> None:
+def test_runs_report_status_and_log_and_the_server_prepares_once(server, tmp_path: Path) -> None:
     runs = [
         start(tmp_path, name, code)
         for name, code in (("a", ""), ("b", "os._exit(7)"), ("c", "os.kill(os.getpid(), 9)"), ("d", "1 / 0"))
@@ -84,7 +84,7 @@ def test_runs_report_status_log_and_signal_and_the_server_prepares_once(server, 
     assert server.stdout.read() == "prepared\n"
 
 
-def test_a_run_talks_over_the_descriptors_that_its_job_names(server, tmp_path: Path) -> None:
+def test_run_communicates_over_the_descriptors_named_by_its_job(server, tmp_path: Path) -> None:
     turn_in, turn_out = os.pipe()
     done_in, done_out = os.pipe()
     code = "os.write(job['done_fd'], os.read(job['turn_fd'], 100).upper())"
@@ -99,7 +99,7 @@ def test_a_run_talks_over_the_descriptors_that_its_job_names(server, tmp_path: P
         os.close(descriptor)
 
 
-def test_the_address_appears_only_when_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_appears_only_when_the_server_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_to_listen = """
 import socket, time
 
@@ -116,7 +116,7 @@ socket.socket = SlowToListen
         assert run.wait(20) == 0
 
 
-def test_a_run_dies_with_who_asked_for_it(server, tmp_path: Path) -> None:
+def test_run_dies_with_the_process_that_requested_it(server, tmp_path: Path) -> None:
     asking = f"""
 import os, pathlib, time
 from tests.workflow.test_fork_server import start
@@ -132,7 +132,7 @@ time.sleep(600)
     assert ended(pid)
 
 
-def test_runs_die_with_the_server_and_that_is_no_lack_of_memory(server, tmp_path: Path) -> None:
+def test_run_dies_with_its_server_without_reporting_out_of_memory(server, tmp_path: Path) -> None:
     run = start(tmp_path, "a", "time.sleep(600)")
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(0.1)

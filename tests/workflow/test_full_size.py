@@ -16,7 +16,7 @@ def record(name):
     return json.loads((FOLDER / name).read_text())
 
 
-def test_pages_say_what_the_records_say():
+def test_pages_quote_the_full_size_records():
     found, predicted = record("full-size.json"), record("full-size-foretold.json")
     now = {"foretold_bytes": "predicted_bytes", "of_the_foretold": "of_the_predicted"}  # its current keys
     for case, each in found["summary"].items():
@@ -36,7 +36,7 @@ def test_pages_say_what_the_records_say():
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "llama3.2-3b"])
-def test_the_plan_of_the_full_model_is_what_the_streaming_engine_took(model):
+def test_plan_of_the_full_model_matches_the_measured_ledger(model):
     words = ["plan", "--model", model, "--system", "lohan", "--context", "128", "--device", "cpu", "--json"]
     done = subprocess.run([sys.executable, "-m", "memascend.cli", *words], capture_output=True, text=True, check=True)
     planned = {}
@@ -46,7 +46,7 @@ def test_the_plan_of_the_full_model_is_what_the_streaming_engine_took(model):
     assert {owner: planned[owner] for owner in point["ledger"]} == point["ledger"]
 
 
-def test_what_was_predicted_stands_beside_what_came(tmp_path):
+def test_summary_compares_predicted_and_measured_bytes(tmp_path):
     points = [{"case": "a:b:m", "k": 8, "full_bytes": 100}, {"case": "a:b:m", "k": 16, "full_bytes": 90}]
     predicted = full_size.summary(points, {})
     assert predicted == {"a:b:m": {"full_bytes": {"8": 100, "16": 90}}}
@@ -63,13 +63,13 @@ def test_what_was_predicted_stands_beside_what_came(tmp_path):
         (["--foretold", "nowhere.json"], "there is no record nowhere.json"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(tmp_path, capsys, more, said):
+def test_invalid_cases_and_missing_records_are_refused(tmp_path, capsys, more, said):
     with pytest.raises(SystemExit):
         full_size.parse(["--ks", "8", "--out", str(tmp_path / "out.json"), *more])
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_had_no_room_says_what_for(tmp_path, monkeypatch, capsys):
+def test_out_of_memory_run_records_its_reason(tmp_path, monkeypatch, capsys):
     reason = "pinned buffer 'flat': 8192 MiB is more than the 4000 MiB of RAM that is free now"
     outcome = {"status": "oom", "results": [{"status": "oom", "reason": reason}], "samples": [], "wall_s": 1.0}
     monkeypatch.setattr(training, "_train", lambda *_: outcome)
@@ -83,7 +83,7 @@ def test_a_run_that_had_no_room_says_what_for(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-def test_small_twins_of_two_kinds_predict_their_like(tmp_path):
+def test_small_twins_of_two_systems_predict_larger_ones(tmp_path):
     words = ["--cases", "zero_infinity:as_published:llama3.2-1b", "lohan:optimized:llama3.2-1b"]
     words += ["--folder", str(tmp_path / "nvme"), "--out", str(tmp_path / "out.json")]
     assert full_size.main([*words, "--ks", "32", "16"]) == 0

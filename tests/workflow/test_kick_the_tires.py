@@ -33,7 +33,7 @@ def checked(lines, folder, *, long=False, only=(), **more):
     return {each.name: each for each in found}
 
 
-def test_the_list_is_one_that_can_be_run():
+def test_badge_list_is_consistent_and_ordered_by_needs():
     names = [each.name for each in LINES]
     assert len(set(names)) == len(names)
     assert {each.badge for each in LINES} == set(badges.BADGES)
@@ -45,7 +45,7 @@ def test_the_list_is_one_that_can_be_run():
     assert {each.name for each in LINES if each.outside} == {"archive", "others"}
 
 
-def test_every_file_and_check_that_a_command_names_is_there():
+def test_files_and_checks_named_by_commands_exist():
     for each in LINES:
         words = each.command.split()
         assert [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()] == []
@@ -53,14 +53,14 @@ def test_every_file_and_check_that_a_command_names_is_there():
             assert first != "workflows.artifact.badge_checks" or second in badge_checks.CHECKS
 
 
-def test_the_commands_for_plan_and_training_are_the_readme_s():
+def test_plan_and_train_commands_are_those_of_the_readme():
     readme = (ROOT / "README.md").read_text()
     for name in ("plan", "train"):
         (command,) = (each.command for each in LINES if each.name == name)
         assert command.replace("python -m memascend.cli", "memascend") in readme
 
 
-def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(tmp_path, capsys):
+def test_lines_are_met_by_successful_commands_and_failures_block_dependents(tmp_path, capsys):
     found = checked(
         [
             line("good", "echo one; echo ===== 3 passed ====="),
@@ -87,14 +87,14 @@ def test_a_line_is_met_if_its_command_ends_well_and_blocks_what_needs_it_if_not(
     assert "[2/7] Functional, bad: not met, 0 s: broken" in capsys.readouterr().out
 
 
-def test_what_takes_long_runs_only_if_asked_for(tmp_path):
+def test_long_lines_run_only_on_request(tmp_path):
     lines = [line("short"), line("hour", long=True), line("other")]
     assert [each.status for each in checked(lines, tmp_path).values()] == [MET, NOT_RUN, MET]
     assert [each.status for each in checked(lines, tmp_path, long=True).values()] == [MET, MET, MET]
     assert [each.status for each in checked(lines, tmp_path, only=["hour"]).values()] == [NOT_RUN, MET, NOT_RUN]
 
 
-def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
+def test_overdue_command_is_stopped_with_its_children(tmp_path):
     stopped = line("hangs", "echo begun; sleep 600 & echo $! > child; wait", minutes=0.02)
     found = checked([stopped], tmp_path)["hangs"]
     assert found.status == NOT_MET
@@ -103,7 +103,7 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-def test_without_a_network_a_program_reaches_itself_and_nobody_else():
+def test_offline_program_reaches_only_the_loopback_interface():
     if not (isolated := tires.offline()):
         pytest.skip("network namespaces are not allowed here")
     talk = (
@@ -114,7 +114,7 @@ def test_without_a_network_a_program_reaches_itself_and_nobody_else():
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-def test_patience_is_for_slow_machines(tmp_path):
+def test_patience_extends_the_time_limit(tmp_path):
     slow = line("slow", "sleep 0.5", minutes=0.001)
     assert checked([slow], tmp_path)["slow"].status == NOT_MET
     assert checked([slow], tmp_path, patience=1000)["slow"].status == MET
@@ -134,7 +134,7 @@ def test_patience_is_for_slow_machines(tmp_path):
         (["--patience", "long"], "'long' is not a number above 0"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_cloned(monkeypatch, capsys, words, said):
+def test_invalid_options_are_refused_before_cloning(monkeypatch, capsys, words, said):
     monkeypatch.setattr(tires, "clone", lambda folder: pytest.fail("it was cloned"))
     try:
         status = tires.main(words)
@@ -144,7 +144,7 @@ def test_what_cannot_work_is_refused_before_anything_is_cloned(monkeypatch, caps
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_lines_that_were_not_reached_are_in_the_table_as_not_run():
+def test_unreached_lines_are_listed_as_not_run():
     first = tires.result(LINES[0], MET, "built")
     found = tires.complete([first])
     assert {each.name for each in found} == {each.name for each in LINES}
@@ -152,13 +152,13 @@ def test_lines_that_were_not_reached_are_in_the_table_as_not_run():
     assert [each.name for each in found if each.status == OUTSIDE] == ["archive", "others"]
 
 
-def test_lines_that_are_asked_for_bring_what_they_need():
+def test_requested_lines_include_what_they_need():
     assert tires.asked(LINES, ["twice"]) == {"twice", "measured", "build"}
     with pytest.raises(ValueError, match="tyres: no line of the list; they are build, archive"):
         tires.asked(LINES, ["tyres"])
 
 
-def test_what_runs_sees_nothing_of_the_caller_s_environment(tmp_path, monkeypatch):
+def test_commands_do_not_inherit_the_callers_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("MEMASCEND_CPU_LEVEL", "x86-64-v3")
     env = tires.bare(tmp_path / "home", tmp_path / "venv")
@@ -167,7 +167,7 @@ def test_what_runs_sees_nothing_of_the_caller_s_environment(tmp_path, monkeypatc
     assert str(Path.home()) not in env["PATH"].split(":")
 
 
-def test_a_clone_has_what_is_committed_alone(tmp_path, monkeypatch):
+def test_clone_has_only_committed_files(tmp_path, monkeypatch):
     origin = tmp_path / "origin"
     git = ["git", "-C", str(origin), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run(["git", "init", "-q", str(origin)], check=True)
@@ -184,7 +184,7 @@ def test_a_clone_has_what_is_committed_alone(tmp_path, monkeypatch):
         tires.clone(tmp_path / "other")
 
 
-def test_the_table_counts_each_badge_and_calls_none_earned(tmp_path):
+def test_table_counts_lines_per_badge_and_calls_none_earned(tmp_path):
     lines = [
         line("good", "echo a b; echo 'a|b'"),
         line("bad", "exit 1"),
@@ -204,7 +204,7 @@ def test_the_table_counts_each_badge_and_calls_none_earned(tmp_path):
     assert not {"earned", "passed"} & set(text.lower().split())
 
 
-def test_a_licence_that_another_file_names_otherwise_is_found(tmp_path, monkeypatch):
+def test_licence_that_differs_between_files_is_found(tmp_path, monkeypatch):
     for name in ("CITATION.cff", ".zenodo.json", "codemeta.json", "LICENSE"):
         (tmp_path / name).write_text((ROOT / name).read_text())
     monkeypatch.chdir(tmp_path)
@@ -217,7 +217,7 @@ def test_a_licence_that_another_file_names_otherwise_is_found(tmp_path, monkeypa
     )
 
 
-def test_a_package_of_another_version_and_one_that_is_missing_are_found(tmp_path, monkeypatch):
+def test_packages_missing_or_of_other_versions_are_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "constraints.txt").write_text("# pins\npytest==0.1\nno-such-package==1.0\n")
     met, text = badge_checks.packages()
@@ -226,7 +226,7 @@ def test_a_package_of_another_version_and_one_that_is_missing_are_found(tmp_path
     assert "(0.1 pinned); not installed: no-such-package (make setup installs all" in text
 
 
-def test_an_exhibit_that_was_not_measured_is_not_reproduced(tmp_path, monkeypatch, capsys):
+def test_unmeasured_exhibit_is_not_reproduced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert badge_checks.main(["reproduced", "memascend-fig11"]) == 1
     assert "memascend-fig11.csv is missing" in capsys.readouterr().out
@@ -242,14 +242,14 @@ def test_an_exhibit_that_was_not_measured_is_not_reproduced(tmp_path, monkeypatc
         (["reproduced", "memascend-fig111"], "memascend-fig111 is no exhibit (did you mean memascend-fig11?)"),
     ],
 )
-def test_a_check_that_is_called_in_a_wrong_way_is_not_one_that_is_not_met(capsys, words, said):
+def test_misused_check_ends_with_a_usage_error(capsys, words, said):
     assert badge_checks.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"badge_checks: {said}")
     assert error.count("\n") == 1
 
 
-def test_every_run_of_the_usual_profile_has_its_seconds_in_a_committed_reference(monkeypatch):
+def test_every_run_of_the_default_profile_has_a_committed_duration(monkeypatch):
     """Otherwise the line `resources` is not met on a fresh clone, which has no records of its own."""
     monkeypatch.chdir(ROOT)
     known = Configuration(yaml.safe_load(Path("workflows/config/config.yaml").read_text()), [])
@@ -258,7 +258,7 @@ def test_every_run_of_the_usual_profile_has_its_seconds_in_a_committed_reference
     assert [run for run in known.runs if run not in timed and run != "testbed-local"] == []
 
 
-def test_an_exhibit_whose_runs_nobody_timed_is_named_with_the_way_to_note_them(monkeypatch):
+def test_exhibit_with_untimed_runs_is_named_with_the_remedy(monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(Configuration, "seconds", lambda self, run: None if run == "kernel-latency-quick" else 60.0)
     met, text = badge_checks.budgets()
@@ -283,7 +283,7 @@ def pools(factor: float) -> list[dict[str, str]]:
     ]
 
 
-def test_an_exhibit_is_judged_by_its_own_table_and_not_met_where_it_deviates_without_a_reason(tmp_path, monkeypatch):
+def test_exhibit_fails_only_on_unexplained_deviations_in_its_table(tmp_path, monkeypatch):
     """If one exhibit was drawn, no other has a table. Some claims on this one deviate for a committed reason."""
     folder = tmp_path / "results/derived/exhibits"
     folder.mkdir(parents=True)
@@ -296,7 +296,7 @@ def test_an_exhibit_is_judged_by_its_own_table_and_not_met_where_it_deviates_wit
         assert "memascend-fig11-text-pool deviates" in text
 
 
-def test_the_exhibit_that_is_measured_has_a_claim_that_the_smallest_profile_can_decide(monkeypatch):
+def test_measured_exhibit_has_a_claim_that_profile_smoke_can_decide(monkeypatch):
     """Its models are those of the exhibit's runs there: a claim over four models has no verdict if one was run."""
     monkeypatch.chdir(ROOT)
     (command,) = (each.command for each in LINES if each.name == "measured")
@@ -313,7 +313,7 @@ def models_in(claim: dict) -> set[str]:
     return {selector["model"].lower() for selector in claims.selectors(claim) if "model" in selector}
 
 
-def test_the_page_in_the_docs_has_every_line_with_what_the_committed_results_say():
+def test_badges_page_shows_the_committed_status_of_every_line():
     said = json.loads((ROOT / "docs/badges.json").read_text())
     text = (ROOT / "docs/badges.md").read_text()
     again = "python -m workflows.artifact.kick_the_tires --with .venv --all --out docs"
@@ -326,7 +326,7 @@ def test_the_page_in_the_docs_has_every_line_with_what_the_committed_results_say
     assert "badges.md" in (ROOT / "mkdocs.yml").read_text()
 
 
-def test_the_lines_that_the_committed_results_do_not_meet_are_those_that_no_checkout_can():
+def test_only_lines_that_no_checkout_can_meet_are_unmet():
     """A failure that is our fault is repaired, not published."""
     said = json.loads((ROOT / "docs/badges.json").read_text())
     left = {each["name"]: each["status"] for each in said["lines"] if each["status"] != MET}

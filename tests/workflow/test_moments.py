@@ -31,7 +31,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-def test_the_record_has_every_run_and_is_known_to_the_schema(whole):
+def test_record_has_every_run_and_fits_the_schema(whole):
     record = json.loads((whole / "whole.json").read_text())
     jsonschema.validate(record, json.loads(SCHEMA.read_text()) | {"$id": SCHEMA.as_uri()})
     assert set(losses(record)) == {(states, seed) for states in moments.FORMATS for seed in (0, 1)}
@@ -50,7 +50,7 @@ def test_the_record_has_every_run_and_is_known_to_the_schema(whole):
     assert not list((whole / "kept").glob("*.pt"))
 
 
-def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(whole, tmp_path, monkeypatch):
+def test_interrupted_run_resumes_to_the_same_losses(whole, tmp_path, monkeypatch):
     advance = moments._Training.advance
     done = []
 
@@ -75,7 +75,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_losses(whole, tmp_path, monk
     assert again == {key: value for key, value in expected.items() if key[0] == "int8"}
 
 
-def test_too_little_text_is_one_line(whole, capsys):
+def test_too_little_text_is_refused(whole, capsys):
     arguments = words(whole / "kept", whole / "never.json")
     arguments[arguments.index("--context") + 1] = "9000000"
     with pytest.raises(ValueError, match="tokens are too few for 64 held-out sequences: use a shorter --context"):

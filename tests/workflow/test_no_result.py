@@ -64,14 +64,14 @@ def test_the_record_says_how_a_run_ended(tmp_path, monkeypatch, words, limit, st
     assert (tmp_path / "bench-x.json").exists() is (status == "timeout")
 
 
-def test_a_run_that_a_person_ended_leaves_nothing(tmp_path: Path) -> None:
+def test_run_ended_by_the_user_leaves_no_record(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("half a line")
     words = ["--run-id", "bench-x", "--out", str(tmp_path / "x.json"), "--log", str(tmp_path / "log")]
     assert no_result.main([*words, "--exit-status", "143"]) == 143
     assert not (tmp_path / "x.json").exists()
 
 
-def test_a_killed_run_names_the_signal(tmp_path: Path) -> None:
+def test_record_of_a_killed_run_names_the_signal(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     words = ["--run-id", "bench-x", "--out", str(tmp_path / "x.json"), "--log", str(tmp_path / "log")]
     assert no_result.main([*words, "--exit-status", "137"]) == 0

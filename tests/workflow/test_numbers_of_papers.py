@@ -50,7 +50,7 @@ def distinct(listed: list[dict[str, Any]], way: str) -> int:
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_a_list_has_the_form_of_its_schema(paper):
+def test_list_fits_its_schema_and_repeats_no_quote(paper):
     listed = registry.read(registry.file_of(paper, "numbers.yaml"))
     tidy.check(listed, "numbers.schema.json", f"{paper}/numbers.yaml")
     quotes = [(entry["where"], plain(entry["quote"])) for entry in listed["numbers"]]
@@ -58,7 +58,7 @@ def test_a_list_has_the_form_of_its_schema(paper):
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_a_repeat_points_at_the_entry_that_counts(paper):
+def test_repeats_point_to_the_entry_that_counts(paper):
     named = [entry["id"] for entry in entries(paper) if "id" in entry]
     assert len(set(named)) == len(named), "an id names one entry"
     counted = {entry["id"] for entry in entries(paper) if "id" in entry and ("claims" in entry or "no_claim" in entry)}
@@ -68,7 +68,7 @@ def test_a_repeat_points_at_the_entry_that_counts(paper):
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_every_claim_is_on_the_list_at_words_that_it_quotes(paper):
+def test_every_claim_is_listed_with_a_matching_quote(paper):
     claims, quoted_at = claims_of(paper), {}
     for entry in entries(paper):
         for claim in entry.get("claims", []):
@@ -85,7 +85,7 @@ def test_nearly_all_results_have_a_claim(paper):
 
 
 @pytest.mark.parametrize("paper", LISTED)
-def test_a_claim_of_what_is_no_result_scores_in_no_lane(paper):
+def test_claims_of_non_results_have_no_scored_lane(paper):
     claims, of_results = claims_of(paper), set()
     for entry in entries(paper):
         of_results |= set(entry.get("claims", [])) if entry["kind"] == "result" else set()
@@ -93,7 +93,7 @@ def test_a_claim_of_what_is_no_result_scores_in_no_lane(paper):
         assert not {basis_of(claims[name], lane) for lane in LANES} & {HELD_OUT, TWIN}, name
 
 
-def test_the_status_counts_the_results_and_those_that_a_lane_decides():
+def test_status_page_counts_results_claimed_and_decidable():
     claimed = without = decided = 0
     for paper in LISTED:
         claims, listed = claims_of(paper), entries(paper)

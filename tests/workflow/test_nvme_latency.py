@@ -34,7 +34,7 @@ def seconds(way: str, size: int) -> float:
     return 1.1 * (start + size / speed)
 
 
-def test_a_size_has_the_median_of_its_rounds_and_the_quartiles_beside_it(tmp_path: Path) -> None:
+def test_each_size_has_the_median_and_quartiles_of_its_rounds(tmp_path: Path) -> None:
     table = table_of(nvme_bench(1), tmp_path)
     where = {"series": tidy.MEMASCEND, "x_value": "2097152"}
     assert number(table, metric="write latency", **where) == pytest.approx(1e6 * seconds("engine", SIZES[0]))
@@ -45,7 +45,7 @@ def test_a_size_has_the_median_of_its_rounds_and_the_quartiles_beside_it(tmp_pat
     assert set(table["subfigure"]) == set("abcd")
 
 
-def test_gains_are_relative_to_a_file_a_tensor_and_averaged_over_the_sizes(tmp_path: Path) -> None:
+def test_gains_are_relative_to_one_file_per_tensor_and_averaged(tmp_path: Path) -> None:
     table = table_of(nvme_bench(1), tmp_path)
     ratios = [seconds("DeepNVMe, file per tensor", size) / seconds("engine", size) for size in SIZES]
     assert number(table, metric=f"{nvme_latency.GAIN}, up to") == pytest.approx(max(ratios))
@@ -54,7 +54,7 @@ def test_gains_are_relative_to_a_file_a_tensor_and_averaged_over_the_sizes(tmp_p
     assert number(table, metric=nvme_latency.READS) > 1
 
 
-def test_without_deepnvme_there_are_times_and_no_gains(tmp_path: Path) -> None:
+def test_record_without_deepnvme_gives_times_but_no_gains(tmp_path: Path) -> None:
     record = nvme_bench(1)
     record["points"] = [p for p in record["points"] if p["method"] == "engine"]
     table = table_of(record, tmp_path)
@@ -62,7 +62,7 @@ def test_without_deepnvme_there_are_times_and_no_gains(tmp_path: Path) -> None:
     assert len(table) == 2 * 2 * 3 * len(SIZES)
 
 
-def test_further_workers_are_no_series(tmp_path: Path) -> None:
+def test_results_of_further_workers_are_ignored(tmp_path: Path) -> None:
     record = nvme_bench(1)
     record["points"] += [{**p, "method": "engine, 2 workers"} for p in record["points"] if p["method"] == "engine"]
     assert table_of(record, tmp_path).equals(table_of(nvme_bench(1), tmp_path / "plain"))

@@ -40,7 +40,7 @@ def drawn(folder: Path, exhibit: str):
 
 @pytest.mark.parametrize("exhibit", built_exhibits())
 @pytest.mark.parametrize("amount", ["full", pytest.param("smoke", marks=pytest.mark.slow)])
-def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount: str, exhibit: str) -> None:
+def test_exhibit_is_drawn_with_its_text_inside(request: pytest.FixtureRequest, amount: str, exhibit: str) -> None:
     figure = drawn(request.getfixturevalue(amount), exhibit)
     frame = figure.bbox
     texts = [t for t in figure.findobj(matplotlib.text.Text) if t.get_visible() and t.get_text().strip()]
@@ -56,7 +56,7 @@ def test_draws_and_keeps_its_text_inside(request: pytest.FixtureRequest, amount:
 @pytest.mark.parametrize(  # one in six; `make smoke` draws all of them
     "exhibit", [pytest.param(name, marks=[pytest.mark.slow] * (n % 6 > 0)) for n, name in enumerate(UNMEASURED)]
 )
-def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_so(exhibit: str) -> None:
+def test_unmeasured_exhibit_is_drawn_and_names_its_lanes(exhibit: str) -> None:
     entry = figure.entry_of(exhibit)
     table = pd.DataFrame(columns=tidy.COLUMNS, dtype=str)
     if registry.has_table(entry):
@@ -78,7 +78,7 @@ def test_what_shows_published_or_modelled_numbers_or_a_structure_draws_and_says_
 @pytest.mark.parametrize(
     "exhibit", [pytest.param(name, marks=[pytest.mark.slow] * (n > 2)) for n, name in enumerate(built_exhibits())]
 )
-def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
+def test_footer_names_commit_and_date_of_the_records(full: Path, exhibit: str) -> None:
     figure = drawn(full, exhibit)
     text = " ".join(word for t in figure.texts for word in t.get_text().split())
     assert "Example CPU, 2 cores; commit c0ffee12" in text
@@ -87,7 +87,7 @@ def test_the_line_under_the_axes_names_commit_and_date_of_the_records(full: Path
     plt.close(figure)
 
 
-def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
+def test_labels_of_fig12_overlap_neither_the_line_nor_each_other() -> None:
     figure, axis = plt.subplots(figsize=(4, 4))
     axis.axhline(97.0)
     axis.set(xscale="log", xlim=(5e5, 1e9), ylim=(95, 100.5))
@@ -102,7 +102,7 @@ def test_values_of_fig12_keep_off_the_dashed_line_and_each_other() -> None:
     plt.close(figure)
 
 
-def test_a_stack_may_have_other_words_under_it_than_its_model_s_name() -> None:
+def test_stack_label_can_differ_from_its_model_name() -> None:
     names, parts = ["m", "m, simplex"], {"one": "blue", "other": "green"}
     cells = {"lane": "modelled", "series": "s", "number": 1.0, "ranks": 1, "k": 1, "unit": "GiB"}
     cells |= {"x_name": "", "x_value": "", "at": float("nan")}
@@ -113,7 +113,7 @@ def test_a_stack_may_have_other_words_under_it_than_its_model_s_name() -> None:
     plt.close(figure)
 
 
-def test_words_of_fig10_keep_off_the_curves(full: Path) -> None:
+def test_labels_of_fig10_do_not_touch_the_curves(full: Path) -> None:
     figure = drawn(full, "memascend-fig10")
     axis = figure.axes[0]
     paths = [line.get_transform().transform_path(line.get_path()) for line in axis.lines if len(line.get_xdata()) > 2]
@@ -126,7 +126,7 @@ def test_words_of_fig10_keep_off_the_curves(full: Path) -> None:
 
 
 @pytest.mark.parametrize("exhibit", ["memascend-fig02", "memascend-fig08", "memascend-fig12"])
-def test_a_pointer_reads_the_values_of_bars_stacks_and_lines(full: Path, tmp_path: Path, exhibit: str) -> None:
+def test_svg_titles_give_the_values_of_the_table(full: Path, tmp_path: Path, exhibit: str) -> None:
     picture = drawn(full, exhibit)
     figure.save(picture, tmp_path / exhibit)
     svg = (tmp_path / f"{exhibit}.svg").read_text()
@@ -147,14 +147,14 @@ def test_the_same_table_gives_the_same_bytes(full: Path, tmp_path: Path) -> None
     assert (tmp_path / "one.pdf").read_bytes() == (tmp_path / "two.pdf").read_bytes()
 
 
-def test_a_caption_names_what_was_not_measured(smoke: Path) -> None:
+def test_caption_names_unmeasured_models(smoke: Path) -> None:
     entry = next(e for e in REGISTRY if e["id"] == "memascend-fig15")
     table = tidy.read_table(smoke / "exhibits/memascend-fig15.csv")
     text = figure.caption(entry, "Prose.", table, {"measured": "twins"})
     assert "not measured in this profile: Llama3.1-8B, Qwen2.5-14B, Qwen2.5-32B" in text
 
 
-def test_a_caption_says_how_far_the_simulator_was_from_measured_steps(smoke: Path) -> None:
+def test_captions_of_simulated_exhibits_quote_the_simulators_errors(smoke: Path) -> None:
     for exhibit, simulated in (("memascend-fig17", True), ("memascend-fig11", False)):
         entry = next(e for e in REGISTRY if e["id"] == exhibit)
         table = tidy.read_table(smoke / f"exhibits/{exhibit}.csv")
@@ -184,7 +184,7 @@ def test_lanes_look_different_and_systems_keep_their_colour() -> None:
     assert style.colour("ZeRO-Infinity") == style.colour(tidy.AS_PUBLISHED)
 
 
-def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
+def test_measured_bars_are_scaled_to_the_originals_size(full: Path) -> None:
     table = data.prepared(
         tidy.read_table(full / "exhibits/memascend-fig15.csv"), registry.figures("memascend")["memascend-fig15"]
     )
@@ -197,7 +197,7 @@ def test_measured_bars_stand_at_the_originals_size(full: Path) -> None:
     assert measured == pytest.approx(printed, rel=0.1)
 
 
-def test_two_ranks_are_shown_beside_one(full: Path) -> None:
+def test_two_ranks_are_labelled_in_fig15(full: Path) -> None:
     figure = drawn(full, "memascend-fig15")
     texts = [t.get_text() for t in figure.findobj(matplotlib.text.Text)]
     assert any("2 ranks" in text for text in texts)
@@ -216,7 +216,7 @@ def test_a_listing_keeps_its_indentation_in_a_browser() -> None:
 
 
 @pytest.mark.parametrize("paper", registry.PAPERS)
-def test_widths_are_said_of_panels_that_are_always_drawn(paper: str) -> None:
+def test_panel_widths_match_the_columns_that_are_always_drawn(paper: str) -> None:
     """There is one width per column: an optional panel, which is omitted without its metric, has a separate column."""
     for exhibit, spec in registry.figures(paper).items():
         if "widths" in spec:

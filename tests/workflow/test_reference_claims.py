@@ -12,13 +12,13 @@ FOLDERS = sorted({path.parent for path in (registry.ROOT / "results/reference").
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_claims_of_a_reference_are_those_that_its_records_decide(folder: Path) -> None:
+def test_committed_verdicts_are_those_that_the_records_decide(folder: Path) -> None:
     verdicts = reference.decided_by(folder)
     assert verdicts == claims.read_verdicts(folder / "claims.csv"), "python -m workflows.derive.reference --records ..."
     assert {verdict.lane for verdict in verdicts} <= {"measured"}  # there are none if the records belong to no claim
 
 
-def test_the_seconds_of_runs_are_kept_without_their_records_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_option_times_only_keeps_run_durations_without_records(tmp_path: Path) -> None:
     """On a busy machine the minutes of a run are useful, but none of its numbers may be a reference."""
     kept = json.loads((registry.ROOT / "results/reference/xeon-amx-2core/bench-saves.json").read_text())
     path = tmp_path / "bench-saves.json"

@@ -59,11 +59,11 @@ def wrong(source: Path, files: dict[str, str], platform: str = "manylinux_2_35_x
 WHOLE = dict.fromkeys(IN_PACKAGE, "") | EXTENSION | METADATA
 
 
-def test_files_behind_a_link_belong_to_the_package(source):
+def test_package_includes_files_behind_a_link(source):
     assert contents.of_package(source) == IN_PACKAGE
 
 
-def test_a_whole_wheel_passes(source):
+def test_complete_wheel_passes(source):
     assert wrong(source, WHOLE) == []
 
 
@@ -77,22 +77,22 @@ def test_a_whole_wheel_passes(source):
         ({INFO: "Requires-Dist: torchvision\n"}, "its extension was built against torch 2.13, and it asks for no "),
     ],
 )
-def test_what_is_wrong_with_a_wheel_is_named(source, changed, said):
+def test_faults_of_a_wheel_are_named(source, changed, said):
     (line,) = wrong(source, WHOLE | changed)
     assert line.startswith(said)
 
 
 @pytest.mark.parametrize("name", sorted(IN_PACKAGE))
-def test_a_file_that_a_wheel_lacks_is_named(source, name):
+def test_file_missing_from_a_wheel_is_named(source, name):
     assert wrong(source, {each: text for each, text in WHOLE.items() if each != name}) == [f"{name} is missing"]
 
 
-def test_a_wheel_of_another_version_or_for_a_platform_that_no_index_takes_is_refused(source):
+def test_wheel_with_the_wrong_version_or_platform_is_refused(source):
     assert wrong(source, EXTENSION) == [f"it is not of version {VERSION}"]
     assert wrong(source, WHOLE, "linux_x86_64") == ["its platform is linux_x86_64, which an index refuses"]
 
 
-def test_a_source_distribution_has_the_package_the_cpp_and_no_links(source):
+def test_faults_of_a_source_distribution_are_named(source):
     sdist = source.parent / "s.tar.gz"
     names = (IN_PACKAGE | SOURCES.keys()) - {"memascend/csrc/core/a.cpp", "baselines/one/system.yaml"}
     with tarfile.open(sdist, "w:gz") as file:
@@ -110,18 +110,18 @@ def test_a_source_distribution_has_the_package_the_cpp_and_no_links(source):
     ]
 
 
-def test_the_extension_is_compiled_for_every_processor():
+def test_extension_is_not_compiled_for_one_processor():
     """The instruction set is chosen at run time: a wheel that was built for one processor would crash on another."""
     assert "-march" not in (ROOT / "setup.py").read_text()
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
-def test_functions_that_are_not_named_for_avx_do_without_it():
+def test_functions_without_avx_in_their_names_do_not_use_it():
     assert contents.bound_to_a_processor(Path(_C.__file__)) == []
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None or shutil.which("cc") is None, reason="needs objdump and cc")
-def test_a_function_that_uses_avx_is_found_by_its_name(tmp_path):
+def test_avx_in_a_function_not_named_for_it_is_found(tmp_path):
     (tmp_path / "a.c").write_text(
         "void scale(float *x) { for (int i = 0; i < 64; ++i) x[i] *= 2; }\n"
         "void scale_avx2(float *x) { for (int i = 0; i < 64; ++i) x[i] *= 3; }\n"
@@ -132,7 +132,7 @@ def test_a_function_that_uses_avx_is_found_by_its_name(tmp_path):
     assert contents.bound_to_a_processor(library) == ["scale"]
 
 
-def test_hosted_ci_releases_what_make_release_made():
+def test_hosted_ci_uploads_the_output_of_make_release():
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
     (job,) = workflow["jobs"].values()
     assert "make release" in [step.get("run") for step in job["steps"]]
@@ -140,7 +140,7 @@ def test_hosted_ci_releases_what_make_release_made():
     assert job["steps"][-1]["with"]["path"] == "dist/"
 
 
-def test_a_stranger_has_no_checkout_on_the_path(monkeypatch, tmp_path):
+def test_clean_environment_has_no_checkout_on_its_path(monkeypatch, tmp_path):
     """With a checkout on the path, pip finds memascend there and installs nothing."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("MEMASCEND_SYSTEMS", str(ROOT))
@@ -159,7 +159,7 @@ def test_a_release_is_built_and_works_in_an_empty_environment(tmp_path):
     assert {path.suffix for path in (tmp_path / "dist").iterdir()} == {".gz", ".whl"}
 
 
-def test_a_folder_that_is_not_empty_is_refused_before_anything_is_built(tmp_path):
+def test_release_refuses_a_nonempty_output_folder(tmp_path):
     (tmp_path / "old.whl").touch()
     command = [sys.executable, "-m", "workflows.release.make", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -30,9 +30,7 @@ def lines(report_folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_link_and_picture_is_there_and_none_is_elsewhere(
-    report_pages: dict[str, Page], report_folder: Path
-) -> None:
+def test_links_and_pictures_exist_and_stay_within_the_site(report_pages: dict[str, Page], report_folder: Path) -> None:
     missing, seen = [], 0
     for name, page in report_pages.items():
         for target in page.targets:
@@ -52,7 +50,7 @@ def test_every_link_and_picture_is_there_and_none_is_elsewhere(
     assert seen > 20 * len(BUILT)
 
 
-def test_pages_are_well_formed_and_no_id_is_given_twice(report_pages: dict[str, Page]) -> None:
+def test_pages_are_well_formed_with_unique_ids(report_pages: dict[str, Page]) -> None:
     for name, page in report_pages.items():
         assert page.crossed == [], name
         assert [each for each, count in Counter(page.ids).items() if count > 1] == [], name
@@ -62,7 +60,7 @@ def test_pages_are_well_formed_and_no_id_is_given_twice(report_pages: dict[str, 
         assert all("alt" in given for tag, given in page.elements if tag == "img"), name
 
 
-def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(report_pages: dict[str, Page]) -> None:
+def test_exhibit_pages_have_picture_data_command_and_neighbours(report_pages: dict[str, Page]) -> None:
     assert {Path(name).stem for name in report_pages if name.startswith("exhibits/")} == set(BUILT)
     names = {entry["id"]: entry["title"] for entry in REGISTRY}
     for place, exhibit in enumerate(BUILT):
@@ -85,7 +83,7 @@ def test_every_exhibit_has_its_page_with_picture_data_command_and_neighbours(rep
         }
 
 
-def test_the_values_of_an_exhibit_are_a_table_on_its_page(report_pages: dict[str, Page]) -> None:
+def test_exhibit_page_shows_the_values_as_a_table(report_pages: dict[str, Page]) -> None:
     page = report_pages[f"exhibits/{TIMELINE}.html"].path.read_text()
     rows = re.findall(r"<tr><td>(.*)</td></tr>", page)
     cells = [[unescape(cell) for cell in row.split("</td><td>")] for row in rows]
@@ -98,13 +96,13 @@ def test_the_values_of_an_exhibit_are_a_table_on_its_page(report_pages: dict[str
     assert "The table behind it" not in report_pages[f"exhibits/{BUILT[-1]}.html"].text  # its table has no row
 
 
-def test_a_picture_that_is_no_drawing_is_named(tmp_path: Path) -> None:
+def test_picture_without_svg_drawing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x-fig01.svg").write_text("")
     with pytest.raises(tidy.TableError, match=r"x-fig01\.svg: no SVG drawing.*snakemake --cores all x-fig01"):
         picture.inlined(tmp_path / "x-fig01.svg", "A title")
 
 
-def test_time_lines_are_traces_of_their_rows_and_on_their_pages_only(
+def test_timelines_match_their_rows_and_appear_only_on_their_pages(
     report_pages: dict[str, Page], report_folder: Path
 ) -> None:
     folder = report_folder / "figures/traces"
@@ -130,7 +128,7 @@ def test_time_lines_are_traces_of_their_rows_and_on_their_pages_only(
     assert scripts == [f"exhibits/{TIMELINE}.html"]
 
 
-def test_the_first_page_has_the_papers_and_every_exhibit_by_title_with_its_picture(
+def test_first_page_lists_papers_and_exhibits_with_titles_and_pictures(
     report_pages: dict[str, Page],
 ) -> None:
     page = report_pages["index.html"]
@@ -147,9 +145,7 @@ def test_the_first_page_has_the_papers_and_every_exhibit_by_title_with_its_pictu
     assert "elsewhere, 2026-01-02" in page.text
 
 
-def test_the_scores_of_the_first_page_are_those_of_the_claims(
-    report_pages: dict[str, Page], lines: list[dict[str, str]]
-) -> None:
+def test_scores_on_the_first_page_match_the_claims(report_pages: dict[str, Page], lines: list[dict[str, str]]) -> None:
     count = Counter((*(slug(each[name]) for name in ("lane", "verdict", "basis")), paper_of(each)) for each in lines)
     links = [
         urlsplit(target) for target in report_pages["index.html"].of("a", "href") if target.startswith("claims.html#")
@@ -172,7 +168,7 @@ def paper_of(line: dict[str, str]) -> str:
     return line["exhibit_id"].rpartition("-")[0]
 
 
-def test_what_filters_read_agrees_with_the_table_of_claims(
+def test_filter_attributes_agree_with_the_claims_table(
     report_pages: dict[str, Page], lines: list[dict[str, str]]
 ) -> None:
     rows = report_pages["claims.html"].rows
@@ -192,7 +188,7 @@ def test_what_filters_read_agrees_with_the_table_of_claims(
     } <= choices
 
 
-def test_more_than_the_tolerance_off_is_what_deviates_means(report_pages: dict[str, Page]) -> None:
+def test_only_deviating_claims_are_beyond_their_tolerance(report_pages: dict[str, Page]) -> None:
     decided = 0
     for given, _ in report_pages["claims.html"].rows.values():
         if given["data-verdict"] in (claims.REPRODUCED, claims.DEVIATES):
@@ -203,7 +199,7 @@ def test_more_than_the_tolerance_off_is_what_deviates_means(report_pages: dict[s
     assert decided > 100
 
 
-def test_every_claim_that_is_not_reproduced_shows_its_reason_on_both_its_pages(
+def test_unreproduced_claims_show_their_reason_on_both_pages(
     report_pages: dict[str, Page], lines: list[dict[str, str]]
 ) -> None:
     seen = Counter()
@@ -220,7 +216,7 @@ def test_every_claim_that_is_not_reproduced_shows_its_reason_on_both_its_pages(
     assert seen[claims.NOT_CHECKABLE] > 10
 
 
-def test_an_exhibit_shows_its_claims_their_quotes_and_the_errata_that_they_rest_on(
+def test_pages_show_quotes_of_claims_and_their_errata(
     report_pages: dict[str, Page],
 ) -> None:
     quotes = {claim["id"]: claim["quote"] for claim in registry.claims()}
@@ -232,7 +228,7 @@ def test_an_exhibit_shows_its_claims_their_quotes_and_the_errata_that_they_rest_
     assert "memascend-M5" not in report_pages["exhibits/memascend-fig11.html"].ids
 
 
-def test_a_run_leads_to_its_record(report_pages: dict[str, Page], report_folder: Path, smoke: Path) -> None:
+def test_runs_link_to_copies_of_their_records(report_pages: dict[str, Page], report_folder: Path, smoke: Path) -> None:
     with (smoke / "runs.csv").open(newline="") as file:
         runs = [line["run_id"] for line in csv.DictReader(file)]
     assert len(runs) > 3
@@ -242,9 +238,7 @@ def test_a_run_leads_to_its_record(report_pages: dict[str, Page], report_folder:
         assert json.loads(copied.read_text()) == json.loads((smoke / "raw" / f"{run}.json").read_text())
 
 
-def test_the_same_results_give_the_same_bytes_and_what_is_no_longer_shown_goes(
-    report_folder: Path, smoke: Path
-) -> None:
+def test_rewritten_report_is_identical_and_drops_stale_files(report_folder: Path, smoke: Path) -> None:
     figures = report_folder / "figures"
     before = {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()}
     for stale in ("exhibits/memascend-fig99.html", "records/old.json", "traces/old.json"):
@@ -253,7 +247,7 @@ def test_the_same_results_give_the_same_bytes_and_what_is_no_longer_shown_goes(
     assert {path: path.read_bytes() for path in figures.rglob("*") if path.is_file()} == before
 
 
-def test_a_quote_is_read_without_the_marks_of_tex() -> None:
+def test_quotes_are_shown_without_tex_markup() -> None:
     assert judged.plain("about $2.25\\times$ the\n  original") == "about 2.25× the original"
     assert judged.plain(r"US\$360 and $\approx 2s$") == "US$360 and ≈ 2s"
     assert not [claim["id"] for claim in registry.claims() if "\\" in judged.plain(claim["quote"])]
@@ -262,7 +256,7 @@ def test_a_quote_is_read_without_the_marks_of_tex() -> None:
 @pytest.mark.parametrize(
     ("testbed", "said"), [("local/qwen2.5-7b-k64", True), ("local/qwen2.5-7b-k8", False), ("", False)]
 )
-def test_the_report_says_when_a_twin_is_coarse(testbed: str, said: bool) -> None:
+def test_report_notes_coarse_twins(testbed: str, said: bool) -> None:
     made = verdict(testbed=testbed, verdict=claims.DEVIATES)
     assert ("one page of memory then stands for 16 MiB" in judged.coarse_twins([made])) is said
     assert ("one page of memory stands for 16 MiB" in judged.why(made)) is said
@@ -287,7 +281,9 @@ def verdict(**more: str) -> claims.Verdict:
         (50, "%", "53", "+3.0 points", 0.06, 1.2),
     ],
 )
-def test_how_far_a_value_is_off(expected, unit, value, words, distance, tolerances) -> None:
+def test_distance_from_the_expectation_is_computed_and_worded(
+    expected, unit, value, words, distance, tolerances
+) -> None:
     kind = "expected_range" if isinstance(expected, list) else "expected"
     tolerance = {"relative_percent": 5} if expected else {"absolute": 0.5}
     lanes = {"measured": {"tolerance": tolerance if unit != "%" else {"absolute": 2.5}}}
@@ -297,9 +293,7 @@ def test_how_far_a_value_is_off(expected, unit, value, words, distance, toleranc
     assert (found.distance, found.tolerances) == (pytest.approx(distance), pytest.approx(tolerances, rel=0.02))
 
 
-def test_an_exhibit_that_is_not_drawn_and_a_record_that_is_gone_are_named(
-    report_folder: Path, smoke: Path, tmp_path: Path
-) -> None:
+def test_undrawn_exhibit_and_missing_record_are_named(report_folder: Path, smoke: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(report_folder, copy)
     with pytest.raises(tidy.TableError, match=r"\.json: the record of a run that an exhibit shows is missing"):
@@ -309,7 +303,7 @@ def test_an_exhibit_that_is_not_drawn_and_a_record_that_is_gone_are_named(
         write(copy, smoke / "raw")
 
 
-def test_another_set_is_embedded_whole_and_cannot_end_its_script(tmp_path: Path) -> None:
+def test_embedded_claims_are_complete_and_cannot_end_the_script(tmp_path: Path) -> None:
     line = dict(zip(against.COLUMNS, ROW.split(","), strict=True)) | {"expected": '1 GiB</script><b> "or", more'}
     tidy.write_table([line], tmp_path / "before/claims.csv", list(line))
     text = against.embedded(tmp_path / "before/claims.csv")
@@ -318,7 +312,7 @@ def test_another_set_is_embedded_whole_and_cannot_end_its_script(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("text", "said"), BAD_SETS.items())
-def test_what_is_no_set_of_claims_ends_with_a_line_that_names_it(tmp_path: Path, text: str, said: str) -> None:
+def test_malformed_claims_file_is_named_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     (path := tmp_path / "claims.csv").write_text(text)
     with pytest.raises(tidy.TableError) as caught:
         against.read(path)
@@ -326,7 +320,7 @@ def test_what_is_no_set_of_claims_ends_with_a_line_that_names_it(tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
-def test_a_set_that_is_not_there_or_no_text_ends_with_a_line_that_names_it(tmp_path: Path) -> None:
+def test_missing_or_binary_claims_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "figure.png").write_bytes(b"\x89PNG\xff\xfe")
     for name, said in (
         ("none.csv", "cannot be read: No such file"),
@@ -336,7 +330,7 @@ def test_a_set_that_is_not_there_or_no_text_ends_with_a_line_that_names_it(tmp_p
             against.read(tmp_path / name)
 
 
-def test_the_committed_sets_of_claims_can_be_compared_with() -> None:
+def test_committed_claims_files_can_be_read_for_comparison() -> None:
     found = sorted((registry.ROOT / "results/reference").glob("*/claims.csv"))
     found = [path for path in found if len(path.read_text().splitlines()) > 1]  # records may decide no claim
     assert found
@@ -355,7 +349,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_text_stands_out_from_its_ground_in_light_and_in_dark() -> None:
+def test_text_contrast_suffices_in_light_and_dark_schemes() -> None:
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
     style = (HERE / "assets/site.css").read_text()
     light, dark = (

@@ -61,7 +61,7 @@ def test_filters_follow_the_address(report_folder: Path, tmp_path: Path, fragmen
 
 
 @pytest.mark.parametrize("by", ["distance", slow("tolerances")])
-def test_search_finds_words_and_sorting_puts_the_farthest_first(report_folder: Path, tmp_path: Path, by: str) -> None:
+def test_search_finds_words_and_sorting_is_by_descending_distance(report_folder: Path, tmp_path: Path, by: str) -> None:
     address = f"{(report_folder / 'figures/claims.html').as_uri()}#q=Qwen2.5-7b+reduction&sort={by}"
     page, said = in_a_browser(address, tmp_path)
     shown = [(given, text) for given, text in page.rows.values() if "hidden" not in given]
@@ -143,7 +143,7 @@ def expect_compared(page: Page, here: list[dict[str, str]], there: list[dict[str
     assert "−50 %" in page.rows[moved][1]
 
 
-def test_a_chosen_set_stands_beside_the_claims_and_a_bad_one_is_named(
+def test_chosen_file_is_compared_and_a_malformed_one_is_named(
     report_folder: Path, sets: tuple[list[dict[str, str]], list[dict[str, str]]], tmp_path: Path
 ) -> None:
     here, there = sets
@@ -166,7 +166,7 @@ def test_a_chosen_set_stands_beside_the_claims_and_a_bad_one_is_named(
     assert console == ""
 
 
-def test_a_report_made_beside_another_set_opens_with_it_and_filters_what_changed(
+def test_report_with_an_embedded_set_opens_compared_and_filters_changes(
     report_folder: Path, smoke: Path, sets: tuple[list[dict[str, str]], list[dict[str, str]]], tmp_path: Path
 ) -> None:
     here, there = sets
@@ -210,7 +210,7 @@ LOOK = """addEventListener("load", () => {
 });"""
 
 
-def test_a_time_line_zooms_and_tells_its_tasks(report_folder: Path, tmp_path: Path) -> None:
+def test_timeline_zooms_and_describes_its_tasks(report_folder: Path, tmp_path: Path) -> None:
     _, console = exhibit_with_a_script(report_folder, tmp_path, TIMELINE, LOOK)
     said = re.search(r'id="said">(.*?)</script>', (tmp_path / "dom.html").read_text(), re.DOTALL)
     assert said, console
@@ -236,7 +236,7 @@ POINT = """addEventListener("load", () => {
 });"""
 
 
-def test_a_pointer_reads_the_values_of_a_picture(report_folder: Path, tmp_path: Path) -> None:
+def test_pointing_at_a_mark_shows_its_value(report_folder: Path, tmp_path: Path) -> None:
     page, console = exhibit_with_a_script(report_folder, tmp_path, BUILT[0], POINT)
     hint = "Point at a bar or a mark to read its value."
     assert json.dumps([True, hint, TOLD, hint], separators=(",", ":")) in page.text
@@ -264,7 +264,7 @@ next(0);
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_no_page_is_wider_than_the_screen(
+def test_pages_are_not_wider_than_the_screen(
     report_folder: Path, report_pages: dict[str, Page], tmp_path: Path, width: int
 ) -> None:
     copy = tmp_path / "figures"

@@ -24,7 +24,7 @@ def groups(paper: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("paper", registry.PAPERS)
-def test_groups_name_constants_exhibits_and_metrics_that_exist(paper):
+def test_groups_name_existing_constants_exhibits_and_metrics(paper):
     mine = [claim for claim in CLAIMS.values() if claim["exhibit_id"].startswith(f"{paper}-")]
     metrics = {selector.get("metric") for claim in mine for selector in claims.selectors(claim)}
     exhibits = {exhibit["id"] for exhibit in registry.exhibits()}
@@ -47,16 +47,16 @@ def test_groups_name_constants_exhibits_and_metrics_that_exist(paper):
         ("memascend-fig11-text-pool", C1, set()),
     ],
 )
-def test_a_claim_lists_the_constants_of_its_own_rows_and_testbeds(claim, testbeds, listed):
+def test_claim_lists_the_constants_of_its_own_rows_and_testbeds(claim, testbeds, listed):
     assert set(claims.constants_behind(CLAIMS[claim], testbeds)) == listed
 
 
-def test_a_claim_that_read_no_row_lists_the_constants_of_all_testbeds():
+def test_claim_that_read_no_row_lists_constants_of_all_testbeds():
     claim = CLAIMS["memascend-tab06-c1-qwen2.5-7b-8"]
     assert "configuration_2_ssd_efficiency" in claims.constants_behind(claim)
 
 
-def test_a_verdict_lists_the_planners_constants_with_how_they_were_found():
+def test_verdict_lists_its_constants_and_how_they_were_found():
     path = registry.ROOT / "results/reference/modelled/memascend-claims.csv"
     found = {verdict.claim_id: verdict.rests_on for verdict in claims.read_verdicts(path)}
     assert found["memascend-tab06-c1-qwen2.5-7b-8"] == (
@@ -78,7 +78,7 @@ CHANGES = [(paper, name) for paper in registry.PAPERS for name in dict.fromkeys(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # two processes of 15 s each on an idle core, minutes on a busy machine
 @pytest.mark.parametrize(("paper", "name"), CHANGES)
-def test_a_value_that_a_constant_moves_lists_it(paper, name):
+def test_claims_moved_by_a_constant_list_it(paper, name):
     """The change is 5 %. A claim with its own text on what it rests on is not checked."""
     before, after = values(paper), values(paper, name, "1.05")
     verdicts = {

@@ -67,7 +67,7 @@ def records(project: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_resumes_after_kill_does_nothing_then_and_makes_a_deleted_record_again(project: Path) -> None:
+def test_killed_workflow_resumes_and_only_deleted_records_are_repeated(project: Path) -> None:
     first = start(project, "memascend-fig11")
     deadline = time.monotonic() + 60
     while len(records(project)) < 3 and first.poll() is None and time.monotonic() < deadline:
@@ -98,7 +98,7 @@ def test_resumes_after_kill_does_nothing_then_and_makes_a_deleted_record_again(p
 
 
 @pytest.mark.slow
-def test_a_run_that_crashes_stops_no_other_is_told_of_and_is_tried_again(project: Path) -> None:
+def test_crashed_run_is_reported_stops_no_other_and_is_retried(project: Path) -> None:
     bad = "train-qwen2.5-7b-k64-fp16-today"
     (project / "fails").write_text(bad)
     first = start(project, "memascend-fig04", "memascend-fig11")

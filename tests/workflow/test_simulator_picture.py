@@ -33,14 +33,14 @@ def drawn(tmp_path, made):
     return subprocess.run(command, capture_output=True, text=True, cwd=registry.ROOT)
 
 
-def test_every_error_is_a_mark_that_tells_its_seconds(tmp_path):
+def test_every_error_is_a_mark_titled_with_its_seconds(tmp_path):
     assert drawn(tmp_path, record()).returncode == 0
     svg = (tmp_path / "simulator.svg").read_text()
     assert svg.count("<title>1.1 s simulated, 1 s measured</title>") == 8
     assert (tmp_path / "simulator.png").stat().st_size > 10_000
 
 
-def test_the_legend_says_how_far_half_and_nine_of_ten_are_off():
+def test_legend_gives_the_error_of_half_and_nine_tenths():
     figure = simulator.draw(record())
     words = [text.get_text() for axis in figure.axes for text in (axis.get_legend() or figure.legends[0]).get_texts()]
     assert "6 phases: half within 20 %,\nnine of ten within 30 %" in words
@@ -48,7 +48,7 @@ def test_the_legend_says_how_far_half_and_nine_of_ten_are_off():
 
 
 @pytest.mark.parametrize("made", [{"kind": "bench"}, []])
-def test_another_record_is_one_line(tmp_path, made):
+def test_other_record_kinds_are_refused_in_one_line(tmp_path, made):
     done = drawn(tmp_path, made)
     assert done.returncode != 0
     assert "is no record of workflows.run.validation" in done.stderr

@@ -36,14 +36,14 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return [line for line in (done.stdout + done.stderr).splitlines() if line.strip()][-1]
 
 
-def test_a_misspelt_config_key_gives_one_line_with_the_right_one(tmp_path: Path) -> None:
+def test_misspelt_config_key_gives_one_line_with_a_suggestion(tmp_path: Path) -> None:
     done = snakemake("-n", "figures", "profil=smoke", fresh=tmp_path)
     assert done.returncode == 1
     assert last_line(done) == "config: top level: unknown key 'profil' (did you mean profile?)"
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_profile_names_the_five(tmp_path: Path) -> None:
+def test_unknown_profile_lists_the_five_profiles(tmp_path: Path) -> None:
     done = snakemake("-n", "figures", "profile=smok", fresh=tmp_path)
     assert done.returncode == 1
     assert all(profile in last_line(done) for profile in PROFILES)
@@ -52,7 +52,7 @@ def test_an_unknown_profile_names_the_five(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "near"), [("memascend-fig99", "memascend-fig09"), ("memascend-fig8", "memascend-fig08"), ("fig11", "")]
 )
-def test_an_unknown_exhibit_gives_one_line_with_those_near_it(tmp_path: Path, word: str, near: str) -> None:
+def test_unknown_exhibit_gives_one_line_with_similar_names(tmp_path: Path, word: str, near: str) -> None:
     done = snakemake("-n", word, fresh=tmp_path)
     assert done.returncode == 1
     assert last_line(done).startswith(f"{word} is no exhibit; ")
@@ -64,19 +64,19 @@ def test_an_unknown_exhibit_gives_one_line_with_those_near_it(tmp_path: Path, wo
     ("word", "near"),
     [("figs", "figures"), ("tabless", "tables"), ("memascned", "memascend"), ("memascend-fgi11", "memascend-fig11")],
 )
-def test_a_mistyped_target_gives_one_line_with_the_one_meant(tmp_path: Path, word: str, near: str) -> None:
+def test_mistyped_target_gives_one_line_with_a_suggestion(tmp_path: Path, word: str, near: str) -> None:
     done = snakemake("-n", word, fresh=tmp_path)
     assert done.returncode == 1
     assert last_line(done).startswith(f"{word} is no target; did you mean {near}? Targets: figures, tables, ")
     assert "Traceback" not in done.stderr
 
 
-def test_a_rule_that_is_forced_is_no_mistyped_target(tmp_path: Path) -> None:
+def test_forced_rule_is_not_taken_for_a_mistyped_target(tmp_path: Path) -> None:
     done = snakemake("-n", "memascend-tab03", "--forcerun", "figure", "profile=smoke", fresh=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_named_with_the_fix(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     done = snakemake("-n", "figures", f"figures_dir={tmp_path / 'file' / 'figures'}", fresh=tmp_path)
     assert done.returncode == 1
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_fix(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+def test_folder_without_write_permission_is_refused(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     done = snakemake("-n", "figures", f"figures_dir={closed / 'figures'}", fresh=tmp_path)
@@ -95,7 +95,7 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "profile", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("quick", "gpu"))) for name in PROFILES]
 )
-def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
+def test_dry_run_of_each_profile_lists_runs_and_all_exhibits(tmp_path: Path, profile: str) -> None:
     done = snakemake("-n", "figures", f"profile={profile}", fresh=tmp_path)
     text = done.stdout + done.stderr
     if profile == "full":  # its 0.16 environment is made on request; without it the plan names the fix
@@ -108,7 +108,7 @@ def test_the_plan_of_every_profile_holds_its_runs_and_all_exhibits(tmp_path: Pat
     assert any(run.removesuffix("-cuda").endswith("-memascend") for run in runs)
 
 
-def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(tmp_path: Path) -> None:
+def test_timed_runs_take_all_cores_and_the_exclusive_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "snakemake", "--cores", "3", "-n", "figures", "--config", "profile=smoke"]
     folders = [f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures")]
     done = subprocess.run([*command, *folders], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -126,7 +126,7 @@ def test_what_is_timed_takes_every_core_and_the_lock_and_memory_runs_share_both(
     assert all("rule record:" in block for block in timed)
 
 
-def test_exhibits_lists_all_of_them(tmp_path: Path) -> None:
+def test_exhibits_target_lists_all_exhibits(tmp_path: Path) -> None:
     done = snakemake("exhibits", fresh=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = re.findall(rf"^(?:{'|'.join(registry.PAPERS)})-\S+ +\S.*\(.*\)$", done.stdout, re.MULTILINE)
@@ -136,7 +136,7 @@ def test_exhibits_lists_all_of_them(tmp_path: Path) -> None:
     assert measured.isdisjoint({"lohan-fig05b", "cxl-fig13"})
 
 
-def test_a_list_of_which_the_first_lines_are_enough_ends(tmp_path: Path) -> None:
+def test_exhibit_list_ends_when_its_reader_stops_early(tmp_path: Path) -> None:
     folders = " ".join(f"{name}_dir={tmp_path / name}" for name in ("raw", "derived", "figures"))
     command = f"{sys.executable} -m snakemake exhibits --config {folders} 2>&1 | head -n 3"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
@@ -155,14 +155,14 @@ def test_lint_and_format_are_clean(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_schema_describes_itself() -> None:
+def test_every_schema_has_its_id_and_version() -> None:
     for path in (ROOT / "workflows/schemas").glob("*.schema.json"):
         schema = json.loads(path.read_text())
         assert schema["$id"] == path.name
         assert "version" in schema["title"].lower() or path.name == "trace.schema.json"
 
 
-def test_a_bundle_that_cannot_be_checked_ends_with_another_status_than_0(tmp_path):
+def test_uncheckable_bundle_ends_with_nonzero_status(tmp_path):
     """The rule shows the check's output through a pipe, but its status is the check's."""
     (tmp_path / "mine.zip").write_text("no bundle")
     done = snakemake("--cores", "1", "artifact-verify", f"bundle={tmp_path / 'mine.zip'}", fresh=tmp_path)

@@ -24,7 +24,7 @@ def shell(name: str, text: str, **more) -> Stage:
     return Stage(name=name, command=["sh", "-c", text], **more)
 
 
-def test_a_failure_ends_what_needs_it_and_nothing_else(tmp_path, capsys):
+def test_failed_stage_skips_only_the_stages_that_need_it(tmp_path, capsys):
     said = []
     outcomes = stages.run_stages(
         [
@@ -49,7 +49,7 @@ def test_a_failure_ends_what_needs_it_and_nothing_else(tmp_path, capsys):
     assert said[-1] == "[5/5] whole: skipped: only a part was asked for"
 
 
-def test_a_call_that_follows_does_what_was_not_ok_and_what_changed(tmp_path):
+def test_second_call_repeats_only_failed_and_changed_stages(tmp_path):
     count = tmp_path / "count"
     counts = f"echo x >> {count}; "
     both = [shell("first", counts + "echo one"), shell("second", "test -e there && echo two", needs=["first"])]
@@ -67,20 +67,20 @@ def test_a_call_that_follows_does_what_was_not_ok_and_what_changed(tmp_path):
     assert count.read_text() == "x\n" * 4
 
 
-def test_a_state_that_cannot_be_read_is_none(tmp_path):
+def test_unreadable_state_counts_as_no_state(tmp_path):
     (tmp_path / stages.STATE).write_text('{"stages": [{"name": "x", "colour": "red"}]}')
     assert stages.read(tmp_path) == []
     (tmp_path / stages.STATE).write_text("{")
     assert stages.read(tmp_path) == []
 
 
-def test_a_program_that_is_not_there_is_a_failure_with_its_name(tmp_path):
+def test_missing_program_is_a_failure_that_names_it(tmp_path):
     (outcome,) = stages.run_stages([Stage(name="a", command=["no-such-program"])], tmp_path, "", say=lambda line: None)
     assert (outcome.status, outcome.exit_status) == (FAILED, 127)
     assert outcome.found == "no-such-program: No such file or directory"
 
 
-def test_what_a_stage_found_is_the_last_line_that_says_it(tmp_path):
+def test_finding_of_a_stage_is_its_last_matching_line(tmp_path):
     log = tmp_path / "log"
     log.write_text("$ pytest\n\x1b[32m==== 12 passed, 3 skipped in 4.00s ====\x1b[0m\n\nbye\n")
     assert stages.finding(log, r"\d+ passed") == "12 passed, 3 skipped in 4.00s"
@@ -89,13 +89,13 @@ def test_what_a_stage_found_is_the_last_line_that_says_it(tmp_path):
     assert stages.finding(log, r"\S") == "nothing was printed"
 
 
-def test_an_optional_stage_that_fails_is_told_and_is_no_failure(tmp_path):
+def test_failed_optional_stage_does_not_fail_the_whole(tmp_path):
     outcomes = stages.run_stages([shell("a", "exit 1", optional=True)], tmp_path, "", say=lambda line: None)
     assert outcomes[0].status == FAILED
     assert stages.exit_status(outcomes) == 0
 
 
-def test_stages_that_cannot_be_run_in_this_order_are_refused(tmp_path):
+def test_stages_in_an_impossible_order_are_refused(tmp_path):
     with pytest.raises(ValueError, match="stage b needs c, which does not come before it"):
         stages.run_stages([shell("b", "true", needs=["c"]), shell("c", "true")], tmp_path, "")
     with pytest.raises(ValueError, match="two stages are called b"):
@@ -112,7 +112,7 @@ run_stages([Stage(name="a", command=["sh", "-c", "echo done"]),
 """
 
 
-def test_ctrl_c_ends_the_stage_and_is_written_down(tmp_path):
+def test_ctrl_c_stops_the_stage_and_is_recorded(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SLEEPS, str(tmp_path)]
     run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -154,28 +154,28 @@ def interrupted(folder, *, command=("sleep", "60")):
     return found
 
 
-def test_ctrl_c_while_the_program_is_being_started_ends_it_and_is_written_down(tmp_path, monkeypatch):
+def test_ctrl_c_during_program_start_stops_it_and_is_recorded(tmp_path, monkeypatch):
     Comes(monkeypatch, subprocess, "Popen")
     found = interrupted(tmp_path)
     assert (found.status, found.exit_status) == (STOPPED, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("name", ["finding", "write", "line"])
-def test_ctrl_c_after_the_program_has_ended_leaves_its_outcome_and_begins_no_other(tmp_path, monkeypatch, name):
+def test_ctrl_c_after_a_stage_keeps_its_outcome_and_stops(tmp_path, monkeypatch, name):
     Comes(monkeypatch, stages, name)
     found = interrupted(tmp_path, command=("echo", "done"))
     assert (found.status, found.found) == (OK, "done")
     assert "| b | ok |" in (tmp_path / stages.TABLE).read_text()
 
 
-def test_a_program_that_ignores_ctrl_c_is_killed_by_the_third(tmp_path, monkeypatch):
+def test_third_ctrl_c_kills_a_program_that_ignores_it(tmp_path, monkeypatch):
     ignores = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     Comes(monkeypatch, subprocess, "Popen", times=stages.KILLED_AT)
     found = interrupted(tmp_path, command=(sys.executable, "-c", ignores))
     assert (found.status, found.exit_status) == (STOPPED, -signal.SIGKILL)
 
 
-def test_where_ctrl_c_is_ignored_the_stages_ignore_it_too(tmp_path):
+def test_stages_ignore_ctrl_c_if_their_caller_does(tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         (found,) = stages.run_stages([shell("a", "kill -INT $$; echo there")], tmp_path, "", say=lambda line: None)
@@ -184,7 +184,7 @@ def test_where_ctrl_c_is_ignored_the_stages_ignore_it_too(tmp_path):
     assert (found.status, found.found) == (OK, "there")
 
 
-def test_the_rehearsed_profile_has_the_runs_of_the_real_one_and_needs_no_gpu(tmp_path):
+def test_rehearsal_has_the_runs_of_profile_gpu_without_a_gpu(tmp_path):
     document = yaml.safe_load(gpu.EXPERIMENTS.read_text())
     path = tmp_path / "experiments.yaml"
     path.write_text(yaml.safe_dump(gpu.rehearsal(document), sort_keys=False))
@@ -200,7 +200,7 @@ def test_the_rehearsed_profile_has_the_runs_of_the_real_one_and_needs_no_gpu(tmp
 
 
 @pytest.mark.parametrize("words", [[], ["--rehearse"], ["--exhibits", "memascend-fig08"]])
-def test_the_stages_of_a_gpu_can_be_run_in_their_order(words):
+def test_gpu_stages_can_run_in_their_order(words):
     args = gpu.parse(words)
     found = gpu.stages_of(args)
     stages.check(found)
@@ -226,7 +226,7 @@ def test_the_stages_of_a_gpu_can_be_run_in_their_order(words):
         (["--rehearse", "--out", __file__], f"--out '{__file__}' is not a folder; name a folder"),
     ],
 )
-def test_what_cannot_be_run_on_a_gpu_is_refused_before_the_first_stage(monkeypatch, capsys, words, said):
+def test_invalid_gpu_options_are_refused_before_the_first_stage(monkeypatch, capsys, words, said):
     monkeypatch.setattr(stages, "run_stages", lambda *args, **kwargs: pytest.fail("a stage began"))
     assert gpu.main(words) == 2
     error = capsys.readouterr().err
@@ -241,14 +241,14 @@ def test_what_cannot_be_run_on_a_gpu_is_refused_before_the_first_stage(monkeypat
         ("MEMASCEND_NVME", "/nowhere/nvme", "MEMASCEND_NVME='/nowhere/nvme' is not a folder"),
     ],
 )
-def test_variables_that_no_run_can_take_are_refused_before_the_first_stage(monkeypatch, capsys, name, value, said):
+def test_invalid_environment_variables_are_refused_before_the_first_stage(monkeypatch, capsys, name, value, said):
     monkeypatch.setattr(stages, "run_stages", lambda *args, **kwargs: pytest.fail("a stage began"))
     monkeypatch.setenv(name, value)
     assert gpu.main(["--rehearse"]) == 2
     assert capsys.readouterr().err.startswith(f"make gpu: {said}")
 
 
-def test_ctrl_c_while_the_configuration_is_read_is_one_line(monkeypatch, capsys):
+def test_ctrl_c_before_the_first_stage_gives_one_line(monkeypatch, capsys):
     def interrupted(names):
         raise KeyboardInterrupt
 
@@ -258,21 +258,21 @@ def test_ctrl_c_while_the_configuration_is_read_is_one_line(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("cores", ["0", "-1", "many", "1.5"])
-def test_cores_that_snakemake_does_not_take_are_refused_before_the_first_stage(capsys, cores):
+def test_invalid_numbers_of_cores_are_refused(capsys, cores):
     with pytest.raises(SystemExit):
         gpu.parse(["--cores", cores])
     assert "is neither a number of cores above 0 nor 'all'" in capsys.readouterr().err
     assert gpu.parse(["--cores", "2"]).cores == "2"
 
 
-def test_a_paper_stands_for_its_exhibits_that_have_runs_on_a_gpu():
+def test_paper_name_selects_its_exhibits_with_gpu_runs():
     assert gpu.exhibits_of(["memascend-fig08", "memascend-fig08"]) == ["memascend-fig08"]
     found = gpu.exhibits_of(["memascend"])
     assert {"memascend-fig08", "memascend-fig19"} < set(found)
     assert gpu.exhibits_of([]) == []
 
 
-def test_why_torch_sees_no_gpu_is_said_with_the_fix(monkeypatch):
+def test_message_for_an_unusable_gpu_gives_the_fix(monkeypatch):
     monkeypatch.setattr(gpu, "require_device", lambda device: None)
     assert gpu.why_not(None).endswith("rm -rf .venv, then make gpu")
     assert "nvidia-smi" in gpu.why_not("13.0")
@@ -284,7 +284,7 @@ def test_why_torch_sees_no_gpu_is_said_with_the_fix(monkeypatch):
     assert "make gpu GPU=--rehearse" in gpu.why_not(None)
 
 
-def test_what_is_said_of_the_runs_is_why_they_stopped_and_not_the_name_of_an_error(tmp_path: Path) -> None:
+def test_finding_of_runs_is_why_snakemake_stopped(tmp_path: Path) -> None:
     (runs,) = (stage for stage in gpu.stages_of(gpu.parse(["--rehearse"])) if stage.name == "runs")
     log = tmp_path / "log"
     log.write_text(

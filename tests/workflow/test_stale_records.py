@@ -37,7 +37,7 @@ def made_again(project: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_change_reaches_the_records_that_it_can_have_changed_and_no_others(tmp_path: Path) -> None:
+def test_code_change_reruns_only_the_records_it_can_affect(tmp_path: Path) -> None:
     for name in ("workflows", "profiles", "memascend", "baselines", "hardware"):
         left_out = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=left_out, symlinks=True)
@@ -76,7 +76,7 @@ def digests(project: Path) -> dict[str, str]:
     return {e: known.derives(e) if e in known.with_table else known.draws(e) for e in known.built}
 
 
-def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: Path, monkeypatch) -> None:
+def test_file_change_redraws_only_the_exhibits_it_concerns(tmp_path: Path, monkeypatch) -> None:
     for name in ("workflows", "baselines"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("memascend", "hardware"):
@@ -103,7 +103,7 @@ def test_a_change_reaches_the_exhibits_that_it_is_about_and_no_others(tmp_path: 
     assert len(touched(tmp_path / "workflows/panels/style.py", "from __future__", "# new\nfrom __future__")) > 120
 
 
-def test_a_change_of_a_system_reaches_the_modelled_lanes_of_its_papers_alone(tmp_path: Path, monkeypatch) -> None:
+def test_system_change_affects_only_modelled_lanes_of_its_papers(tmp_path: Path, monkeypatch) -> None:
     for name in ("workflows", "baselines"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("memascend", "hardware"):
@@ -136,7 +136,7 @@ def test_a_change_of_a_system_reaches_the_modelled_lanes_of_its_papers_alone(tmp
 @pytest.mark.parametrize(
     "paper", [pytest.param(p, marks=() if p == "ssdtrain" else pytest.mark.slow) for p in registry.PAPERS]
 )
-def test_a_modelled_lane_loads_no_system_that_its_rows_do_not_name(paper: str, monkeypatch) -> None:
+def test_modelled_lane_loads_only_systems_that_its_paper_names(paper: str, monkeypatch) -> None:
     loaded = set()
     load = systems.load
     monkeypatch.chdir(ROOT)

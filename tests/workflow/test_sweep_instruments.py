@@ -23,7 +23,7 @@ def test_a_plain_run_is_one_point() -> None:
     assert steps(measured.schedule(job(steps=11))) == [(1, 11)]
 
 
-def test_the_first_point_of_a_sweep_has_the_warm_up() -> None:
+def test_only_the_first_point_of_a_sweep_includes_warm_up() -> None:
     points = measured.schedule(job(points=[[128, 2], [256, 2], [128, 4]]))
     assert steps(points) == [(1, 3), (4, 4), (5, 5)]
 
@@ -41,23 +41,23 @@ def test_every_stack_visits_every_point() -> None:
 
 
 @pytest.mark.parametrize("word", ["128", "x2", "128xtwo", "128x-1"])
-def test_a_word_that_is_no_point_says_how_to_write_one(word: str) -> None:
+def test_malformed_point_is_refused_with_the_expected_form(word: str) -> None:
     with pytest.raises(ValueError, match="write tokens x sequences, such as 128x2"):
         training.point(word)
 
 
-def test_a_word_that_is_no_stack_says_how_to_write_one() -> None:
+def test_malformed_stack_is_refused_with_the_expected_form() -> None:
     with pytest.raises(ValueError, match="write checkpointing:attention:loss"):
         training.stack("offloaded")
 
 
 @pytest.mark.parametrize("word", ["memascend:fp16", "memascend:memascend:fp16:a:b", "memascend::fp16"])
-def test_a_word_that_is_no_arm_says_how_to_write_one(word: str) -> None:
+def test_malformed_arm_is_refused_with_the_expected_form(word: str) -> None:
     with pytest.raises(ValueError, match="expected system:arm:dtype"):
         interleaved.Arm(word, None, None)
 
 
-def test_an_environment_that_was_not_made_is_named_with_its_command(monkeypatch, tmp_path) -> None:
+def test_missing_environment_is_refused_with_the_command_to_make_it(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="make it with: make deepspeed_016"):
         interleaved.Arm("zero_infinity:today_016:fp16:deepspeed_016", None, None)
@@ -110,7 +110,7 @@ class Recorded:
         return {"forward_s": float(len(self.order))}
 
 
-def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> None:
+def test_arms_alternate_in_order_and_warm_up_is_left_out() -> None:
     order: list[str] = []
     found = interleaved.rounds([Recorded("a", order), Recorded("b", order)], [(32, 1), (128, 1)], 2, 1e12)
     assert order[:8] == ["b", "a", "a", "b", "b", "a", "a", "b"]
@@ -119,7 +119,7 @@ def test_arms_take_turns_in_alternating_order_and_the_warm_up_is_left_out() -> N
     assert [(s["arm"], s["sequence"]) for s in found] == [("a", 32), ("b", 32), ("a", 128), ("b", 128)]
 
 
-def test_a_gpu_that_is_not_there_is_one_line_before_anything_runs(tmp_path, capsys) -> None:
+def test_missing_gpu_is_refused(tmp_path, capsys) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is one")
     words = ["--run-id", "x", "--system", "memascend", "--arm", "memascend", "--model", "qwen2.5-7b", "--k", "64"]

@@ -138,7 +138,7 @@ def manifest_of(folder: Path, **changes: Any) -> None:
     (folder / layout.MANIFEST).write_text(json.dumps(said))
 
 
-def test_a_bundle_that_nobody_changed_passes_and_its_own_sum_is_said(
+def test_unchanged_bundle_passes_and_its_checksum_is_printed(
     check: Callable[[], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check()
@@ -253,7 +253,7 @@ def record(**changes: Any) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_what_was_changed_is_found_although_its_sum_is_right(
+def test_changes_with_recomputed_checksums_are_found(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str], change: Callable, said: str
 ) -> None:
     change(folder)
@@ -263,7 +263,7 @@ def test_what_was_changed_is_found_although_its_sum_is_right(
     assert said in "\n".join(line for line in found.splitlines() if line.startswith("FAIL"))
 
 
-def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_drawn_from_it(
+def test_incomplete_exhibit_list_is_reported_even_if_drawing_fails(
     folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(unpacked: Path, out: Path, **options: object) -> str:
@@ -278,9 +278,7 @@ def test_a_list_of_exhibits_that_is_not_whole_is_said_also_where_nothing_can_be_
     assert "memascend-alg01 is left out" in said
 
 
-def test_sources_that_say_nothing_of_exhibits_are_one_line(
-    check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_list_no_exhibits_are_refused(check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     def dishonest(unpacked: Path, out: Path, **options: object) -> str:
         bundle.write_json(out / layout.EXPECTED, {"x": 1})
         return ""
@@ -290,7 +288,7 @@ def test_sources_that_say_nothing_of_exhibits_are_one_line(
         check()
 
 
-def test_sources_that_the_bundle_says_were_changed_are_all_named_and_pass(
+def test_declared_source_changes_are_named_and_pass(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = ["library/b.py", "library/deep/systems/a.py", "more.py", "systems/a.py"]
@@ -301,7 +299,7 @@ def test_sources_that_the_bundle_says_were_changed_are_all_named_and_pass(
     assert f"; artifact.json names 4 changed since: {', '.join(changed)}\n" in capsys.readouterr().out
 
 
-def test_runs_of_one_s_own_pass_only_with_their_list_which_the_check_is_told(
+def test_custom_runs_pass_only_with_their_experiments_file(
     folder: Path, check: Callable[..., bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configured(experiments="mine.yaml")(folder)
@@ -311,7 +309,7 @@ def test_runs_of_one_s_own_pass_only_with_their_list_which_the_check_is_told(
     assert not check(experiments=tmp_path / "mine.yaml")
 
 
-def test_what_a_bundle_names_cannot_steer_a_terminal(
+def test_control_characters_in_names_never_reach_the_terminal(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     steering = "\x1b[2K\x1b[1GPASS\x1b[8m"
@@ -326,15 +324,13 @@ def test_what_a_bundle_names_cannot_steer_a_terminal(
 
 
 @pytest.mark.parametrize("name", ["memascend-/../../../x", "../x", "", "Memascend-fig08", "memascend-fig08\n"])
-def test_an_exhibit_s_name_that_could_lead_somewhere_else_is_refused(
-    folder: Path, check: Callable[[], bool], name: str
-) -> None:
+def test_unsafe_exhibit_names_are_refused(folder: Path, check: Callable[[], bool], name: str) -> None:
     manifest_of(folder, exhibits=EXHIBITS | {name: EXHIBITS["memascend-fig08"]})
     with pytest.raises(ValueError, match="is no name of an exhibit"):
         check()
 
 
-def test_nothing_of_a_bundle_runs_where_what_it_gives_is_not_what_it_says(
+def test_sources_that_differ_from_their_commit_are_not_run(
     folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "redraw", lambda *words, **options: pytest.fail("it ran"))
@@ -346,7 +342,7 @@ def test_nothing_of_a_bundle_runs_where_what_it_gives_is_not_what_it_says(
 @pytest.mark.parametrize(
     ("commit", "why"), [("0" * 40, " (git fetch)"), ("", ": that is no commit"), ("--help", ": that is no commit")]
 )
-def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
+def test_unknown_commit_leaves_sources_uncompared_with_a_note(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str], commit: str, why: str
 ) -> None:
     manifest_of(folder, commit=commit)
@@ -357,7 +353,7 @@ def test_sources_of_a_commit_that_is_not_here_are_not_compared_and_that_is_said(
     assert why in line
 
 
-def test_what_the_exhibits_of_a_profile_are_drawn_from_follows_from_the_sources_alone(
+def test_expected_exhibits_of_a_profile_follow_from_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(registry.ROOT)
@@ -369,7 +365,7 @@ def test_what_the_exhibits_of_a_profile_are_drawn_from_follows_from_the_sources_
 
 
 @pytest.mark.parametrize("profile", ["smoke", "quick", "paper", "gpu"])
-def test_what_a_record_is_of_follows_from_the_list_of_runs(
+def test_expected_fields_of_records_follow_from_the_runs(
     profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(registry.ROOT)
@@ -390,7 +386,7 @@ def test_what_a_record_is_of_follows_from_the_list_of_runs(
     assert len({json.dumps(each["fields"]) for each in records.values()}) == len(records), "two runs are alike"
 
 
-def test_records_of_another_commit_or_of_a_changed_checkout_are_named_and_pass(
+def test_records_of_another_commit_or_dirty_checkout_pass_with_notes(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(commit="0" * 40, dirty=True)(folder)
@@ -400,7 +396,7 @@ def test_records_of_another_commit_or_of_a_changed_checkout_are_named_and_pass(
     assert "note  1 of 1 records are of another commit: train-a.json\n" in said
 
 
-def test_records_that_other_code_made_pass_where_the_bundle_says_so(
+def test_records_declared_as_made_by_other_code_pass(
     folder: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(code_digest="3" * 64)(folder)
@@ -409,7 +405,7 @@ def test_records_that_other_code_made_pass_where_the_bundle_says_so(
     assert "names 1 records that other code made than that of the sources: train-a.json" in capsys.readouterr().out
 
 
-def test_a_record_of_a_run_without_a_result_is_not_asked_for_what_the_run_would_have_had(
+def test_record_without_a_result_needs_no_fields_or_samples(
     folder: Path, check: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = {"run_id": "train-a", "kind": "no-result", "status": "failed", "key": "2" * 64, "code_digest": "1" * 64}
@@ -422,7 +418,7 @@ def test_a_record_of_a_run_without_a_result_is_not_asked_for_what_the_run_would_
     assert "note  1 of 1 runs failed, or had too little memory or time: train-a.json\n" in capsys.readouterr().out
 
 
-def test_a_hash_that_is_no_commit_s_is_not_compared(
+def test_hash_of_a_tree_is_not_compared_as_a_commit(
     folder: Path, checkout: Path, check: Callable[[], bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest_of(folder, commit=given.git("rev-parse", "HEAD^{tree}", root=checkout).strip())
@@ -432,7 +428,7 @@ def test_a_hash_that_is_no_commit_s_is_not_compared(
     assert said.endswith(" s; its sources were not compared with a commit\n")
 
 
-def test_a_zip_under_another_name_passes_with_a_note(
+def test_renamed_zip_passes_with_a_note(
     folder: Path, check: Callable[[], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check()
@@ -441,9 +437,7 @@ def test_a_zip_under_another_name_passes_with_a_note(
     assert "note  the zip is called downloaded.zip, and its folder memascend-0.1.0-smoke\n" in capsys.readouterr().out
 
 
-def test_a_link_in_a_zip_and_what_lies_before_it_are_not_unpacked(
-    folder: Path, check: Callable[[], bool], tmp_path: Path
-) -> None:
+def test_zip_with_a_link_or_leading_bytes_is_refused(folder: Path, check: Callable[[], bool], tmp_path: Path) -> None:
     assert check()
     path = tmp_path / "memascend-0.1.0-smoke.zip"
     whole = path.read_bytes()
@@ -459,7 +453,7 @@ def test_a_link_in_a_zip_and_what_lies_before_it_are_not_unpacked(
         verify.check(path)
 
 
-def test_a_path_that_is_listed_twice_in_the_sums_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_path_listed_twice_in_the_checksums_is_refused(folder: Path, tmp_path: Path) -> None:
     layout.write_sums(folder)
     sums = folder / layout.SUMS
     sums.write_text(sums.read_text() + f"{'0' * 64}  README.md\n")
@@ -467,9 +461,7 @@ def test_a_path_that_is_listed_twice_in_the_sums_is_refused(folder: Path, tmp_pa
         layout.read_sums(folder)
 
 
-def test_a_second_name_of_an_entry_for_other_programs_is_refused(
-    folder: Path, check: Callable[[], bool], tmp_path: Path
-) -> None:
+def test_zip_entry_with_a_second_name_is_refused(folder: Path, check: Callable[[], bool], tmp_path: Path) -> None:
     assert check()
     other = b"\x01" + zlib.crc32(b"x").to_bytes(4, "little") + b"figures/index.html"
     with zipfile.ZipFile(tmp_path / f"{folder.name}.zip", "a") as file:
@@ -480,7 +472,7 @@ def test_a_second_name_of_an_entry_for_other_programs_is_refused(
         verify.check(tmp_path / f"{folder.name}.zip")
 
 
-def test_files_that_were_changed_before_a_bundle_was_made_are_named_as_a_check_finds_them(
+def test_changed_sources_lists_every_file_that_differs_from_the_commit(
     folder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(given, "ROOT", checkout)
@@ -503,14 +495,14 @@ def turns(folder: Path, **changes: Any) -> list[str]:
     return list(given.contradictions(path))
 
 
-def test_arms_that_took_turns_have_every_round_of_every_point(tmp_path: Path) -> None:
+def test_step_times_must_have_every_round_of_every_point(tmp_path: Path) -> None:
     assert turns(tmp_path) == []
     one = {"sequence": 16, "batch": 1, "system": "a", "arm": "x", "dtype": "fp16", "forward_s": [1.0, 2.0]}
     assert turns(tmp_path, points=[one, one]) == ["its points are not those of its points_requested"]
     assert turns(tmp_path, rounds=1) == ["its points have not 1 rounds each"]
 
 
-def test_a_bench_that_took_other_options_than_its_command_line_has_is_found(tmp_path: Path) -> None:
+def test_bench_options_unlike_the_command_line_are_found(tmp_path: Path) -> None:
     asked = {"options": ["--twin", "32", "--contexts", "96,128", "--mix", "a:1,b:2", "--folder", "x"]}
     record = {"run_id": "kernel-a", "kind": "bench", "status": "ok", "points_requested": asked}
     path = tmp_path / "kernel-a.json"
@@ -520,7 +512,7 @@ def test_a_bench_that_took_other_options_than_its_command_line_has_is_found(tmp_
         assert list(given.contradictions(path)) == said
 
 
-def test_bytes_between_the_files_of_a_zip_or_after_them_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_zip_with_bytes_between_or_after_files_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "b.zip"
     bundle.pack(folder, path, folder.name, (2026, 1, 2, 3, 4, 6))
     whole = path.read_bytes()
@@ -534,7 +526,7 @@ def test_bytes_between_the_files_of_a_zip_or_after_them_are_refused(folder: Path
             verify.unpack(path, tmp_path / "into")
 
 
-def test_a_zip_that_would_unpack_to_more_than_any_bundle_holds_is_refused(
+def test_zip_that_unpacks_to_too_many_bytes_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "b.zip"
@@ -545,9 +537,7 @@ def test_a_zip_that_would_unpack_to_more_than_any_bundle_holds_is_refused(
     assert not (tmp_path / "into").exists()
 
 
-def test_no_folder_is_kept_of_a_check_that_ended_early(
-    folder: Path, check: Callable[..., bool], tmp_path: Path
-) -> None:
+def test_check_that_ends_early_keeps_no_folder(folder: Path, check: Callable[..., bool], tmp_path: Path) -> None:
     edit("source/systems/a.py", "a = 2")(folder)
     (tmp_path / "kept").mkdir()
     assert not check(keep=tmp_path / "kept")
@@ -565,7 +555,7 @@ def test_no_folder_is_kept_of_a_check_that_ended_early(
         {"kind": "no-result", "status": "failed", "benchmark": "adamw"},
     ],
 )
-def test_a_record_that_could_not_be_written_does_not_fit_its_schema(changes: dict[str, Any]) -> None:
+def test_impossible_records_do_not_fit_their_schema(changes: dict[str, Any]) -> None:
     path = next(iter(sorted((registry.ROOT / "results/reference/epyc-genoa-2core").glob("train-*-as_published.json"))))
     record = json.loads(path.read_text())
     tidy.check(record, "record.schema.json", "it")

@@ -26,7 +26,7 @@ def judged(low: float = -math.inf, high: float = math.inf, **more: object) -> tu
     return tolerances.of(CLAIM | more, "modelled", low, high).widened(low, high)
 
 
-def test_every_kind_of_every_claim_is_in_the_rule_and_no_kind_lacks_an_amount_or_a_reason() -> None:
+def test_every_kind_of_claim_has_tolerances_and_a_reason() -> None:
     assert {claim["quantity"] for claim in CLAIMS} <= set(registry.tolerances())
     for kind in registry.tolerances().values():
         assert {"what", "reason", *claims.LANES} == set(kind)
@@ -70,7 +70,7 @@ def beyond(unit: str, limit: float, is_least: bool) -> float:
     return limit + margin if is_least else limit - margin
 
 
-def test_a_tie_is_no_order_in_any_paper() -> None:
+def test_claims_of_order_accept_ties_only_where_listed() -> None:
     for claim in (claim for claim in CLAIMS if claim["quantity"] == "order"):
         ((is_least, end),) = [(i == 0, end) for i, end in enumerate(claim["expected_range"]) if end is not None]
         assert claim["compute"]["operation"] != "difference" or claim["unit"] == "%", claim["id"]
@@ -82,12 +82,12 @@ def test_a_tie_is_no_order_in_any_paper() -> None:
         assert any(end == pytest.approx(each, rel=1e-9) for each in accepted), claim["id"]
 
 
-def test_a_quantity_that_is_no_kind_is_one_line_with_the_kinds() -> None:
+def test_unknown_quantity_is_refused_with_the_list_of_kinds() -> None:
     with pytest.raises(tidy.TableError, match=r"x-fig01-y: quantity 'speed' is no kind of tolerances.yaml: memory, "):
         judged(2.4, 2.4, quantity="speed", expected=2.4)
 
 
-def test_no_claim_has_a_tolerance_of_its_own_but_with_a_reason() -> None:
+def test_only_four_claims_have_their_own_tolerance_each_with_reason() -> None:
     own = {(claim["id"], lane) for claim, lane in CHECKED if "tolerance" in claim["lanes"][lane]}
     assert own == {
         ("memascend-fig08-pinned-memascend", "measured"),  # the expected value is zero bytes
@@ -98,7 +98,7 @@ def test_no_claim_has_a_tolerance_of_its_own_but_with_a_reason() -> None:
     assert all("tolerance_because" in claim["lanes"][lane] for claim, lane in CHECKED if (claim["id"], lane) in own)
 
 
-def test_claims_of_one_kind_are_judged_alike_in_every_paper() -> None:
+def test_claims_of_one_kind_have_one_tolerance_in_every_paper() -> None:
     """The wider of the amount and half a unit of the last digit; bounds get the half unit."""
     for claim, lane in CHECKED:
         low, high = claims.expected_ends(claim, claim["lanes"][lane])
@@ -115,7 +115,7 @@ def test_claims_of_one_kind_are_judged_alike_in_every_paper() -> None:
             assert abs(found - end) == pytest.approx(half if is_bound and half else max(by_kind, half)), claim["id"]
 
 
-def test_no_printed_number_is_judged_within_less_than_half_a_unit_of_its_last_digit() -> None:
+def test_tolerance_is_at_least_half_the_last_printed_digit() -> None:
     rounded = 0
     for claim, lane in CHECKED:
         if claim["quantity"] in tolerances.WITHOUT or claim.get("printed") == tolerances.IN_WORDS:
@@ -142,11 +142,11 @@ def test_no_printed_number_is_judged_within_less_than_half_a_unit_of_its_last_di
         ({"expected": 100, "quantity": "share", "quote": "the same", "printed": "in words"}, (98, 102)),
     ],
 )
-def test_a_value(claim: dict, accepted: tuple[float, float]) -> None:
+def test_accepted_values_follow_kind_and_printed_digits(claim: dict, accepted: tuple[float, float]) -> None:
     assert judged(claim["expected"], claim["expected"], **claim) == pytest.approx(accepted)
 
 
-def test_an_interval_is_widened_at_both_ends_and_a_bound_by_its_rounding_alone() -> None:
+def test_intervals_widen_by_the_tolerance_and_bounds_by_rounding_alone() -> None:
     assert judged(28, 40, quantity="share", quote="28%-40%", expected_range=[28, 40]) == (26, 42)
     assert judged(40, quantity="share", quote="at least 40%", expected_range=[40, None]) == (39.5, math.inf)
     assert judged(high=0.2, quantity="share", quote="within 0.2%", expected_range=[None, 0.2])[1] == pytest.approx(0.25)
@@ -155,19 +155,19 @@ def test_an_interval_is_widened_at_both_ends_and_a_bound_by_its_rounding_alone()
     assert judged(high=0, **almost) == (-math.inf, 2)
 
 
-def test_a_number_that_the_quote_lacks_must_be_told() -> None:
+def test_expected_number_missing_from_the_quote_is_refused() -> None:
     with pytest.raises(tidy.TableError, match=r"x-fig01-y: 7\.5 is not in the quote '2\.40 times"):
         tolerances.half_unit(CLAIM | {"expected": 7.5})
     assert tolerances.half_unit(CLAIM | {"expected": 2.4}) == pytest.approx(0.005)
     assert tolerances.half_unit(CLAIM | {"expected": 1024}) == 0.5
 
 
-def test_a_lane_of_its_own_keeps_half_a_unit() -> None:
+def test_own_tolerance_of_a_lane_keeps_half_a_unit() -> None:
     own = {"modelled": {"tolerance": {"absolute": 0.001}, "tolerance_because": "a test"}}
     assert judged(2.4, 2.4, expected=2.4, lanes=own) == pytest.approx((2.395, 2.405))
 
 
-def test_the_history_names_claims_and_their_amounts_of_today() -> None:
+def test_history_names_existing_claims_and_their_current_tolerances() -> None:
     with tolerances.HISTORY.open(newline="") as file:
         rows = list(csv.DictReader(file))
     known = {(claim["id"], lane): claim for claim, lane in CHECKED}
@@ -180,13 +180,13 @@ def test_the_history_names_claims_and_their_amounts_of_today() -> None:
         assert row["before"] != row["after"]
 
 
-def test_a_verdict_says_how_its_tolerance_was_changed() -> None:
+def test_history_of_a_claim_says_how_its_tolerance_changed() -> None:
     claim = next(claim for claim in CLAIMS if claim["id"] == "cxl-fig13-a-naive-low")
     assert claims.history(claim, "modelled").endswith("; tolerance 5 points until 2026-11-24, then 2 points")
     assert "tolerance 5 points until" not in claims.history(claim, "measured")
 
 
-def test_the_page_has_the_amounts_of_the_rule() -> None:
+def test_tolerances_page_has_the_amounts_of_the_rule() -> None:
     table = re.findall(
         r"^\| `(\w+)` \|.*\| (\S+(?: %| points)?) \| (\S+(?: %| points)?) \|$",
         (ROOT / "docs/tolerances.md").read_text(),
@@ -211,7 +211,7 @@ def test_the_page_has_the_amounts_of_the_rule() -> None:
         ("memory", "published", "14.1", style.INK),
     ],
 )
-def test_a_cell_of_a_table_is_coloured_by_the_rule(quantity: str, lane: str, number: str, colour: str) -> None:
+def test_table_cells_beyond_the_tolerance_are_coloured(quantity: str, lane: str, number: str, colour: str) -> None:
     printed = [("published", "printed", "12"), (lane, "ours", number)]
     rows = pd.DataFrame([{"lane": a, "metric": m, "value": v, "number": float(v), "unit": ""} for a, m, v in printed])
     column = {"select": {"metric": "ours"}, "against": {"metric": "printed"}, "quantity": quantity}

@@ -43,7 +43,7 @@ def smaller_models(folder: Path) -> None:
                     trace(folder, run, point, f"{blocks}-{when}", seconds, waits_s=0.3)
 
 
-def test_the_seconds_of_a_block_are_the_slope_over_two_models_without_waits(tmp_path):
+def test_seconds_per_block_are_the_slope_between_two_models(tmp_path):
     smaller_models(tmp_path)
     for run in validation.RUNS:
         found = validation.host_seconds(tmp_path, run, validation.POINTS[0])
@@ -51,7 +51,7 @@ def test_the_seconds_of_a_block_are_the_slope_over_two_models_without_waits(tmp_
             assert found[phase] == pytest.approx(each | {"hook": 0.0}), (run, phase)
 
 
-def test_a_hook_lasts_from_the_end_of_a_wait_to_the_read_that_it_begins(tmp_path):
+def test_hook_seconds_are_the_usual_compute_time_before_a_read(tmp_path):
     run, point = ("memascend", "memascend"), validation.POINTS[0]
     for blocks in validation.BLOCKS:
         for when in validation.ROUNDS:
@@ -67,7 +67,7 @@ def test_a_hook_lasts_from_the_end_of_a_wait_to_the_read_that_it_begins(tmp_path
     assert validation.hook_seconds(tmp_path, run, point, "backward") == 0.0
 
 
-def test_what_a_hook_computes_before_it_reads_does_not_overlap_with_the_read():
+def test_computation_of_a_hook_does_not_overlap_its_read():
     run, point = ("memascend", "memascend"), validation.POINTS[1]
     with_hooks = {phase: each | {"hook": 0.0005} for phase, each in HOST.items()}
     made = [validation.simulated(FOUND, run, point, "slower", host) for host in (HOST, with_hooks)]
@@ -78,7 +78,7 @@ def test_what_a_hook_computes_before_it_reads_does_not_overlap_with_the_read():
 
 
 @pytest.mark.parametrize(("slower", "error"), [(1.0, 0.0), (2.0, -50.0)])
-def test_the_error_of_every_phase_is_simulated_over_the_median_measured(tmp_path, slower, error):
+def test_error_of_every_phase_is_simulated_over_median_measured(tmp_path, slower, error):
     smaller_models(tmp_path)
     for run in validation.RUNS:
         for point in validation.POINTS:
@@ -96,7 +96,7 @@ def test_the_error_of_every_phase_is_simulated_over_the_median_measured(tmp_path
     assert f"nine of ten within {abs(error):.0f} %" in validation.as_text(record)
 
 
-def test_a_slower_drive_and_slower_products_make_what_waits_for_them_last_longer(tmp_path):
+def test_slower_drive_and_slower_products_lengthen_dependent_phases(tmp_path):
     run, point = ("zero_infinity", "as_published"), validation.POINTS[1]
     faster, slower = (
         validation.thread_seconds(validation.simulated(FOUND, run, point, drive, HOST)) for drive in validation.DRIVES
@@ -126,7 +126,7 @@ def judged_once(tmp_path: Path) -> Path:
     return record
 
 
-def test_a_record_is_judged_again_by_what_it_measured_and_says_when_that_was(tmp_path):
+def test_record_judged_again_keeps_its_measurements_and_their_date(tmp_path):
     again = validation.judge_again(judged_once(tmp_path))
     assert again["measured"] == {"commit": "abc", "dirty": False, "started_at": "2026-01-01T00:00:00Z"}
     assert [row["error_percent"] for row in again["rows"]] == pytest.approx([25.0] * len(again["rows"]))
@@ -135,7 +135,7 @@ def test_a_record_is_judged_again_by_what_it_measured_and_says_when_that_was(tmp
     assert validation.judge_again(twice) == again
 
 
-def test_what_is_no_such_record_or_lacks_a_phase_is_refused_in_one_line(tmp_path):
+def test_foreign_and_incomplete_records_are_refused(tmp_path):
     (tmp_path / "other.json").write_text('{"kind": "bench"}')
     with pytest.raises(ValueError, match=r"other.json: not a record of this program"):
         validation.judge_again(tmp_path / "other.json")
@@ -151,7 +151,7 @@ def test_what_is_no_such_record_or_lacks_a_phase_is_refused_in_one_line(tmp_path
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
-def test_a_training_is_stopped_with_its_last_trace_and_leaves_nothing_else(tmp_path):
+def test_training_stops_after_its_last_trace_and_leaves_nothing_else(tmp_path):
     paths = {tmp_path / "drives" / "path0": [400e6, 300e6]}
     model = validation._fewer_blocks(tmp_path, 4)
     run, point = ("zero_infinity", "as_published"), (32, 32, 1)
@@ -164,7 +164,7 @@ def test_a_training_is_stopped_with_its_last_trace_and_leaves_nothing_else(tmp_p
     assert [trace.stat().st_mtime_ns for trace in traces] == made
 
 
-def test_a_training_that_fails_is_an_error(tmp_path):
+def test_failed_training_raises_an_error(tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         validation.train(
             tmp_path, {tmp_path / "drives" / "path0": None}, ("lohan", "optimized"), (32, 32, 1), "x", "nobody"
