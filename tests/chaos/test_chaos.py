@@ -42,7 +42,7 @@ def seeds_of_each_fault(target, number):
 
 
 @pytest.mark.timeout(300)
-def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one(tmp_path):
+def test_training_survives_faults_with_equal_bits_or_named_error(tmp_path):
     engine = seeds_of_each_fault("engine", 1)
     seeds = [engine[fault][0] for fault in ("kill", "power cut", "EIO")]
     seeds.append(seeds_of_each_fault("activations", 1)["EIO"][0])
@@ -57,13 +57,13 @@ def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["engine", "activations"])
-def test_what_befalls_a_training_leaves_the_bits_of_the_undisturbed_one_for_several_seeds_a_fault(tmp_path, target):
+def test_training_survives_several_seeds_of_each_fault(tmp_path, target):
     seeds = [seed for each in seeds_of_each_fault(target, 2).values() for seed in each]
     found = outcomes(tmp_path, "--seeds", ",".join(map(str, seeds)), "--minutes", "25")
     assert {seed: row for seed, row in found.items() if row["verdict"] in FAILURES} == {}
 
 
-def test_a_seed_is_drawn_alike_each_time_and_every_fault_is_drawn():
+def test_draws_repeat_for_a_seed_and_cover_every_fault():
     drawn = [draw(seed, SHAPES) for seed in range(1000)]
     assert drawn == [draw(seed, SHAPES) for seed in range(1000)]
     assert {each.fault for each in drawn} == set(FAULTS)
@@ -75,7 +75,7 @@ def logged(kind, token, offset=0, data=b"", size=None):
     return power._HEADER.pack(kind, 0, token, offset, len(data) if size is None else size) + data
 
 
-def test_what_was_flushed_outlasts_a_power_cut_and_nothing_else_has_to():
+def test_power_cut_keeps_flushed_data_and_tears_unflushed_writes():
     sector = power.SECTOR
     durable, lost = b"a" * sector, b"b" * (4 * sector)
     log = logged(power.WRITE, 1, 0, durable) + logged(power.WRITTEN, 1, size=sector) + logged(power.FLUSH, 2)
@@ -93,7 +93,7 @@ def test_what_was_flushed_outlasts_a_power_cut_and_nothing_else_has_to():
     assert {each[:sector] for each in torn} == {durable}
 
 
-def test_a_record_that_is_cut_off_at_the_end_of_the_log_is_none():
+def test_truncated_last_record_of_the_log_is_ignored():
     log = logged(power.WRITE, 1, 0, b"a" * 512)
     assert power.replayed(log[:-1]) == []
     assert len(power.replayed(log)) == 1

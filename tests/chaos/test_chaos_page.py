@@ -14,7 +14,7 @@ def test_the_page_is_made_from_the_records():
 
 
 @pytest.mark.parametrize(("name", "record"), FOUND, ids=[name for name, _ in FOUND])
-def test_a_record_has_the_draw_and_the_verdict_of_each_seed(name, record):
+def test_record_holds_draw_and_verdict_of_each_seed(name, record):
     from tests.chaos.loops import SHAPES_DRAWN
 
     assert record["drawn_as"] == DRAWN_AS

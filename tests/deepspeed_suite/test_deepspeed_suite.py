@@ -82,7 +82,7 @@ def outcomes(unit_tests: Path, group: str, mode: str, folder: Path) -> dict[str,
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_what_passes_on_stock_passes_with_memascend(unit_tests, group, tmp_path, record_property):
+def test_deepspeed_tests_that_pass_on_stock_pass_with_memascend(unit_tests, group, tmp_path, record_property):
     stock = outcomes(unit_tests, group, "stock", tmp_path)
     enabled = outcomes(unit_tests, group, "enabled", tmp_path)
     counts = {m: {s: list(o.values()).count(s) for s in set(o.values())} for m, o in (("s", stock), ("e", enabled))}

@@ -89,7 +89,7 @@ def presses(kind, seed, count, *, slow):
         *(presses(kind, 4, 40, slow=True) for kind in ("waiting", "one version")),
     ],
 )
-def test_a_loop_goes_on_after_each_of_many_interrupts_as_if_none_had_come(tmp_path, kind, seed, count):
+def test_loop_continues_exactly_after_each_of_many_interrupts(tmp_path, kind, seed, count):
     command = [sys.executable, "-c", GOES_ON, str(tmp_path / "run"), kind, str(seed), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout == f"{count} hits, 0 steps more than kept, different: []\n", done.stderr
@@ -98,7 +98,7 @@ def test_a_loop_goes_on_after_each_of_many_interrupts_as_if_none_had_come(tmp_pa
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_commit_that_an_interrupt_fell_into_is_the_step_if_the_folder_holds_it(tmp_path, monkeypatch, kept):
+def test_interrupted_commit_counts_only_if_the_folder_holds_it(tmp_path, monkeypatch, kept):
     data, ours, theirs = batches(4), model(), model()
     engine = streamed(ours, tmp_path)
     train(ours, engine, data[:1])
@@ -122,9 +122,7 @@ def test_a_commit_that_an_interrupt_fell_into_is_the_step_if_the_folder_holds_it
 
 
 @pytest.mark.parametrize("commits", range(1, 9))
-def test_an_update_of_the_only_version_that_an_interrupt_cut_off_is_completed_at_the_next_use(
-    tmp_path, monkeypatch, commits
-):
+def test_interrupted_update_of_only_version_completes_at_next_use(tmp_path, monkeypatch, commits):
     data, ours, theirs = batches(4), model(), model()
     engine = streamed(ours, tmp_path, wait=True, versions=1)
     train(ours, engine, data[:1])
@@ -149,7 +147,7 @@ def test_an_update_of_the_only_version_that_an_interrupt_cut_off_is_completed_at
     engine.close()
 
 
-def test_the_handler_is_called_at_the_end_of_the_outermost_block_and_put_back():
+def test_interrupt_waits_for_outermost_block_and_handler_is_restored():
     done, before = [], signal.getsignal(signal.SIGINT)
 
     @whole

@@ -131,16 +131,16 @@ EACH = [(end, kind) for end in ENDS for kind in ("direct", "files") if (end, kin
 @pytest.mark.parametrize(
     ("end", "kind"), [pytest.param(*each, marks=[] if each in ALWAYS else pytest.mark.slow) for each in EACH]
 )
-def test_the_process_ends_and_says_which_path_hangs(tmp_path, end, kind):
+def test_ctrl_c_ends_the_process_and_names_the_hanging_path(tmp_path, end, kind):
     assert_left_with_one_line(ended(tmp_path, ENDS[end], kind), tmp_path)
 
 
 @pytest.mark.parametrize("op", ["read", *(pytest.param(op, marks=pytest.mark.slow) for op in ("write", "flush"))])
-def test_so_does_a_streamed_training(tmp_path, op):
+def test_ctrl_c_ends_streamed_training_and_names_the_hanging_path(tmp_path, op):
     assert_left_with_one_line(ended(tmp_path, STREAMED, op), tmp_path / "run")
 
 
-def test_what_was_given_up_is_an_error_for_whoever_goes_on(tmp_path):
+def test_abandoned_read_and_later_write_report_the_hang(tmp_path):
     done = ended(tmp_path, CAUGHT, "direct")
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
@@ -150,7 +150,7 @@ def test_what_was_given_up_is_an_error_for_whoever_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slow_drive_is_waited_for_after_ctrl_c(tmp_path):
+def test_process_waits_for_a_slow_drive_after_ctrl_c(tmp_path):
     code = """
 try:
     with opened() as tier:

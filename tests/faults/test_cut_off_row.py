@@ -51,7 +51,7 @@ def slow(*values):
     ("place", "at", "versions"),
     [slow("update", 3, "one"), slow("row", 3, "one"), slow("evaluation", 4, "one"), slow("evaluation", 4, "two")],
 )
-def test_a_step_that_a_kill_cut_off_has_its_row_and_its_evaluation(tmp_path, tmp_path_factory, place, at, versions):
+def test_resume_adds_missing_row_and_evaluation_of_killed_step(tmp_path, tmp_path_factory, place, at, versions):
     """With one version of the states a step is committed before its row is
     written, with two after it; evaluations follow."""
     reference, more = finished_run(tmp_path_factory, "lohan"), ("--state-versions", versions)

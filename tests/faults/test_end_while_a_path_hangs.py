@@ -65,7 +65,7 @@ EACH = [(end, kind) for end in ENDS for kind in ("direct", "files")]
 @pytest.mark.parametrize(
     ("end", "kind"), [pytest.param(*each, marks=[] if each in ALWAYS else pytest.mark.slow) for each in EACH]
 )
-def test_the_status_is_the_scripts(tmp_path, end, kind):
+def test_exit_status_is_that_of_the_script(tmp_path, end, kind):
     code, status, said = ENDS[end]
     command = [sys.executable, "-c", HANGS + code, str(tmp_path), kind]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -95,7 +95,7 @@ torch.late = Late()
 """
 
 
-def test_a_thread_that_comes_back_from_the_core_when_the_interpreter_has_ended_does_not_abort():
+def test_thread_returning_from_core_after_interpreter_end_does_not_abort():
     command = [sys.executable, "-c", IN_THE_CORE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

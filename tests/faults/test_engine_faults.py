@@ -34,7 +34,7 @@ def step(of, engine, ids):
 @pytest.mark.parametrize("arm", ["optimized", "naive", "none"])
 @pytest.mark.parametrize(("operation", "code"), [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)])
 @pytest.mark.parametrize("after", [0, 3, 9])
-def test_a_transfer_that_fails_is_one_error_and_the_step_is_taken_back(tmp_path, arm, operation, code, after):
+def test_failed_transfer_raises_one_error_and_rolls_step_back(tmp_path, arm, operation, code, after):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults, arm=arm)
     losses = train(ours, engine, data[:1])
@@ -52,7 +52,7 @@ def test_a_transfer_that_fails_is_one_error_and_the_step_is_taken_back(tmp_path,
     assert "memascend-updates" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_disk_that_fails_for_good_leaves_an_error_and_a_store_that_can_be_resumed(tmp_path):
+def test_permanent_disk_failure_leaves_a_resumable_store(tmp_path):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults)
     losses = train(ours, engine, data[:1])
@@ -67,7 +67,7 @@ def test_a_disk_that_fails_for_good_leaves_an_error_and_a_store_that_can_be_resu
     engine.close()
 
 
-def test_a_disk_that_fails_while_the_model_moves_in_leaves_the_model_and_no_files(tmp_path):
+def test_disk_failure_at_start_restores_model_and_leaves_no_files(tmp_path):
     ours, faults = model(), _C.FaultLayer()
     before = [parameter.clone() for parameter in ours.parameters()]
     faults.add("write", after=2, error=errno.EIO)
@@ -80,7 +80,7 @@ def test_a_disk_that_fails_while_the_model_moves_in_leaves_the_model_and_no_file
 
 
 @pytest.mark.parametrize("after", range(4))
-def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_again(tmp_path, after):
+def test_step_with_failed_commit_flush_can_be_repeated_exactly(tmp_path, after):
     """The first flush of a commit is that of the states, the second that of
     the index, which makes them the current ones."""
     data, ours, theirs, faults = batches(4), model(), model(), _C.FaultLayer()
@@ -100,9 +100,7 @@ def test_a_step_whose_commit_could_not_be_flushed_is_not_there_when_it_is_done_a
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 4])
-def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_resume_and_not_done_twice(
-    tmp_path, last
-):
+def test_resume_completes_uncommitted_update_of_only_version_once(tmp_path, last):
     """The last two flushes of a step are those of its own commit: all units have been updated by then."""
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults, versions=1)
@@ -129,7 +127,7 @@ def test_an_update_of_the_only_version_that_cannot_be_committed_is_completed_by_
 
 
 @pytest.mark.parametrize("where", ["synchronize", "store"])
-def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch, where):
+def test_close_interrupted_by_ctrl_c_still_finishes(tmp_path, monkeypatch, where):
     ours = model()
     engine = streamed(ours, tmp_path, _C.FaultLayer())
     train(ours, engine, batches(2))
@@ -152,7 +150,7 @@ def test_a_close_that_ctrl_c_falls_into_is_done_to_its_end(tmp_path, monkeypatch
     assert os.listdir(tmp_path / "session") == ["states"]
 
 
-def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_resume_alone(tmp_path, monkeypatch):
+def test_commit_kept_despite_flush_error_continues_only_by_resume(tmp_path, monkeypatch):
     data, ours, theirs = batches(3), model(), model()
     engine = streamed(ours, tmp_path, _C.FaultLayer())
     losses = train(ours, engine, data[:1])
@@ -179,7 +177,7 @@ def test_a_commit_that_the_drive_has_kept_against_its_word_is_gone_on_from_by_re
     engine.close()
 
 
-def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_anew(tmp_path):
+def test_completed_step_succeeds_even_if_states_fail_to_reopen(tmp_path):
     """After the first step of a resumed training everything has been compared with its
     checksums, so the states are opened anew without that comparison."""
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
@@ -202,7 +200,7 @@ def test_a_step_that_is_completed_is_no_error_where_its_states_cannot_be_opened_
 
 
 @pytest.mark.parametrize("times", [2, 3, 5])
-def test_several_writes_of_a_step_that_fail_are_one_error_and_none_comes_up_in_the_next(tmp_path, times):
+def test_several_failed_writes_raise_one_error_and_next_step_succeeds(tmp_path, times):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults)
     losses = train(ours, engine, data[:1])
@@ -217,7 +215,7 @@ def test_several_writes_of_a_step_that_fail_are_one_error_and_none_comes_up_in_t
 
 @pytest.mark.parametrize("versions", [2, 1])
 @pytest.mark.parametrize("operation", ["write", "flush"])
-def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_is_well(tmp_path, operation, versions):
+def test_disk_failing_during_rollback_serves_again_once_healthy(tmp_path, operation, versions):
     data, ours, theirs, faults = batches(3), model(), model(), _C.FaultLayer()
     engine = streamed(ours, tmp_path, faults, versions=versions)
     losses = train(ours, engine, data[:1])
@@ -238,7 +236,7 @@ def test_a_disk_that_fails_while_a_step_is_taken_back_too_serves_again_when_it_i
     assert os.listdir(tmp_path) == []
 
 
-def test_the_file_beside_the_states_is_made_once_whichever_threads_ask_for_it(tmp_path, monkeypatch):
+def test_concurrent_threads_create_the_auxiliary_file_once(tmp_path, monkeypatch):
     """A second one would stay open, with its threads, when the engine is closed."""
     engine, stock, made = streamed(model(), tmp_path, _C.FaultLayer()), DirectTier.in_file, []
 

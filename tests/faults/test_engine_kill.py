@@ -113,7 +113,7 @@ def program():
     ],
 )
 @pytest.mark.timeout(1800)
-def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(tmp_path, arm, clip, states, rounds):
+def test_killed_engine_resumes_from_last_completed_step_to_same_bits(tmp_path, arm, clip, states, rounds):
     parts, instants, said, kills = program(), random.SystemRandom(), 0, 0
     folder = tmp_path / "session"
     steps = STEPS * rounds
@@ -145,9 +145,7 @@ def test_a_killed_engine_goes_on_from_its_last_completed_step_to_the_same_bits(t
     [pytest.param(2, marks=pytest.mark.slow, id="two versions"), pytest.param(1, id="one version and a redo")],
 )
 @pytest.mark.timeout(1800)
-def test_a_store_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_default_to_the_same_bits(
-    tmp_path, versions, seeds
-):
+def test_killed_store_of_earlier_layout_resumes_to_same_bits(tmp_path, versions, seeds):
     """The kill comes at a write or commit of the third step, which a seed chooses."""
     parts, kept = program(), []
     now = ModelUnits(parts["made"]()).layout
@@ -166,7 +164,7 @@ def test_a_store_of_an_earlier_layout_that_was_killed_in_a_step_goes_on_by_defau
     assert set(kept) == ({2} if versions == 2 else {2, 3})  # a step that still has to be repeated counts
 
 
-def test_states_that_another_process_uses_are_refused(tmp_path):
+def test_states_in_use_by_another_process_are_refused(tmp_path):
     parts = program()
     model = parts["made"]()
     groups = [{"params": list(model.parameters()), "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]

@@ -77,7 +77,7 @@ def test_interrupted_and_refused_calls_are_repeated(engine, layer, code):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
-def test_a_failed_write_says_what_where_and_how_much(engine, layer, volatile, code):
+def test_failed_write_reports_operation_path_key_and_byte_counts(engine, layer, volatile, code):
     layer.add("write", after=2, times=1, error=code)
     engine.write("old", numbers(2))
     with pytest.raises(StorageError) as caught:
@@ -98,7 +98,7 @@ def test_a_failed_write_says_what_where_and_how_much(engine, layer, volatile, co
         assert torch.equal(engine.read_new("old"), numbers(1))
 
 
-def test_a_failed_read_says_what_where_and_how_much_and_the_next_one_serves(engine, layer):
+def test_failed_read_reports_details_and_the_next_read_succeeds(engine, layer):
     layer.add("read", after=1, times=1, error=errno.EIO)
     with pytest.raises(
         StorageError, match=r"read of 'old' on .*expected 16384 bytes, got 0.*check the device"
@@ -108,7 +108,7 @@ def test_a_failed_read_says_what_where_and_how_much_and_the_next_one_serves(engi
     assert torch.equal(engine.read_new("old"), numbers(1))
 
 
-def test_what_moved_before_the_error_is_counted(engine, layer):
+def test_bytes_moved_before_an_error_are_counted(engine, layer):
     layer.add("write", times=1, at_most=4096)
     layer.add("write", error=errno.EIO)
     engine.write("new", numbers(2, BLOCK))
@@ -117,7 +117,7 @@ def test_what_moved_before_the_error_is_counted(engine, layer):
     assert (caught.value.expected, caught.value.got) == (BLOCK, 4096)
 
 
-def test_a_device_that_vanishes_fails_all_requests_and_nothing_hangs(engine, layer):
+def test_vanished_device_fails_all_requests_without_a_hang(engine, layer):
     layer.add("any", after=3, error=errno.ENODEV)
     for key in "abcd":
         engine.write(key, numbers(4))
@@ -127,7 +127,7 @@ def test_a_device_that_vanishes_fails_all_requests_and_nothing_hangs(engine, lay
         engine.read_new("old")
 
 
-def test_a_slow_device_is_waited_for_and_a_time_limit_loses_nothing(engine, layer):
+def test_slow_device_is_awaited_and_a_timeout_loses_nothing(engine, layer):
     layer.add("any", times=4, delay_us=100_000)
     request = engine.write("new", numbers(2))
     with pytest.raises(TimeoutError):
@@ -138,9 +138,7 @@ def test_a_slow_device_is_waited_for_and_a_time_limit_loses_nothing(engine, laye
     assert torch.equal(engine.read_new("new"), numbers(2))
 
 
-def test_an_index_that_cannot_be_flushed_stops_the_store_and_the_committed_tensor_is_found_again(
-    engine, layer, volatile, tmp_path
-):
+def test_failed_index_flush_stops_store_and_keeps_committed_tensor(engine, layer, volatile, tmp_path):
     if volatile:
         pytest.skip("a volatile engine writes no index")
     engine.write("old", numbers(2))
@@ -160,9 +158,7 @@ def test_an_index_that_cannot_be_flushed_stops_the_store_and_the_committed_tenso
 
 @pytest.mark.parametrize("after", [0, 1])  # 0: the flush of the data; 1: that of the index
 @pytest.mark.parametrize("commits", [1, 40])  # 40: the log moves to its other half
-def test_a_commit_that_could_not_be_flushed_is_not_found_by_the_next_reader(
-    engine, layer, volatile, tmp_path, after, commits
-):
+def test_next_reader_ignores_a_commit_that_failed_to_flush(engine, layer, volatile, tmp_path, after, commits):
     if volatile:
         pytest.skip("a volatile engine writes no index")
     for number in range(commits):
@@ -181,7 +177,7 @@ def test_a_commit_that_could_not_be_flushed_is_not_found_by_the_next_reader(
         assert torch.equal(again.read_new("old"), numbers(commits - 1, 100))
 
 
-def test_a_process_that_a_call_kills_has_done_what_came_before_it(layer, tmp_path, backend, volatile):
+def test_kill_during_a_write_leaves_its_first_part_written(layer, tmp_path, backend, volatile):
     """Checks torn writes and kills at a system call, for the tests that need them (`_C.FaultLayer.add`)."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), backend, str(volatile)],

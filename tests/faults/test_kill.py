@@ -71,7 +71,7 @@ def collect_after_the_dead(engine):
 @pytest.mark.parametrize("rounds", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["io_uring", "libaio"])
 @pytest.mark.timeout(1800)
-def test_whatever_was_committed_survives_a_kill_at_any_instant(tmp_path, backend, rounds):
+def test_committed_tensors_survive_a_kill_at_any_instant(tmp_path, backend, rounds):
     if _C.aio_missing(backend):
         pytest.skip(_C.aio_missing(backend))
     devices, rng, step, kills = make_store(tmp_path), random.Random(rounds), 0, 0
@@ -92,7 +92,7 @@ def test_whatever_was_committed_survives_a_kill_at_any_instant(tmp_path, backend
     assert step > rounds
 
 
-def test_a_process_that_is_killed_does_not_stop_the_others(tmp_path):
+def test_killed_process_does_not_stop_the_others(tmp_path):
     devices = make_store(tmp_path, size=16 << 20)
     config = DirectEngineConfig(control_folder=str(tmp_path))
     with DirectEngine(devices, "tests", config) as engine:

@@ -49,7 +49,7 @@ def start(tmp_path, ranks, rounds, devices):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("rounds", [10, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
-def test_processes_on_one_store_keep_out_of_each_others_way(tmp_path, ranks, rounds):
+def test_processes_on_one_store_allocate_separate_space(tmp_path, ranks, rounds):
     devices = [str(tmp_path / name) for name in ("one", "two")]
     for path in devices:
         with open(path, "wb") as file:

@@ -114,7 +114,7 @@ def _never_killed(tmp_path_factory):
 @pytest.mark.parametrize(
     "phase", [phase if phase in ALWAYS else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
 )
-def test_a_run_that_is_killed_in_a_clipped_step_goes_on_to_the_bits_of_waiting(tmp_path, never_killed, phase):
+def test_run_killed_in_a_clipped_step_resumes_to_same_bits(tmp_path, never_killed, phase):
     run, options, (expected, norms, _) = never_killed
     folder, what = tmp_path / "session", map(str, (*PHASES[phase], LOUD))
     killed = subprocess.run([sys.executable, "-c", CHILD, str(folder), *what], check=False)

@@ -76,7 +76,7 @@ def stop_at_step(output, step, *options):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happened(tmp_path, tmp_path_factory):
+def test_run_stopped_and_then_killed_resumes_to_same_losses(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory)
     output = tmp_path / "run"
     status, said = stop_at_step(output, 3, *options_for(reference.parent / "text"))
@@ -99,9 +99,7 @@ def test_a_run_that_is_stopped_and_then_killed_goes_on_as_if_nothing_had_happene
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("versions", "states"), [("two", "fp32"), ("one", "fp32"), ("one", "int8")])
-def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(
-    tmp_path, tmp_path_factory, versions, states
-):
+def test_resume_continues_from_states_on_ssd_without_a_checkpoint(tmp_path, tmp_path_factory, versions, states):
     work = ["lohan", *(["--states", states] if states != "fp32" else [])]
     reference = finished_run(tmp_path_factory, *work)
     output = tmp_path / "run"
@@ -122,7 +120,7 @@ def test_states_that_the_tier_has_kept_are_gone_on_from_and_not_the_checkpoint(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("versions", ["two", "one"])
 @pytest.mark.parametrize("checkpoints", ["none", "weights", "full"])
-def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_losses(
+def test_killed_run_resumes_exactly_for_all_state_and_checkpoint_options(
     tmp_path, tmp_path_factory, versions, checkpoints
 ):
     """test_checkpoints_and_export.py has one of these cases among the default tests: weights, with two versions."""
@@ -146,7 +144,7 @@ def test_after_a_kill_every_kind_of_states_and_checkpoints_goes_on_to_the_same_l
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step(tmp_path, tmp_path_factory):
+def test_run_killed_mid_step_without_redo_resumes_from_checkpoint(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory, "lohan", "--clip", "0")
     output, instants, lines = tmp_path / "run", random.SystemRandom(), []
     options = [*options_for(reference.parent / "text", "lohan", "--clip", "0"), "--state-versions", "checkpoint"]
@@ -176,9 +174,7 @@ def test_a_run_without_a_redo_goes_on_from_its_checkpoint_after_a_kill_in_a_step
 @pytest.mark.parametrize(
     ("file_system", "paths"), [("btrfs", ()), ("xfs", ("a", "b"))], ids=["one path on Btrfs", "two on XFS"]
 )
-def test_a_kill_while_states_are_shared_leaves_the_checkpoint_before_whole(
-    tmp_path, tmp_path_factory, file_system, paths
-):
+def test_kill_while_sharing_states_keeps_the_previous_checkpoint_whole(tmp_path, tmp_path_factory, file_system, paths):
     """If the file system has reflinks, a checkpoint takes the states' blocks from the swap files."""
     reference = finished_run(tmp_path_factory)
     with file_system_with_reflinks(tmp_path, file_system) as folder:
@@ -207,9 +203,7 @@ def test_a_kill_while_states_are_shared_leaves_the_checkpoint_before_whole(
     [("--state-versions", "two"), ("--state-versions", "one"), ("--state-versions", "checkpoint", "--clip", "0")],
     ids=["two versions", "one version", "torn by a kill"],
 )
-def test_a_kill_while_a_checkpoint_is_written_beside_training_leaves_the_one_before_whole(
-    tmp_path, tmp_path_factory, more
-):
+def test_kill_during_background_checkpoint_keeps_the_previous_one_whole(tmp_path, tmp_path_factory, more):
     reference = finished_run(tmp_path_factory, "lohan", *(("--clip", "0") if "--clip" in more else ()))
     output = tmp_path / "run"
     options = options_for(reference.parent / "text", "lohan", *more)
@@ -265,7 +259,7 @@ def kill_in_a_save(output, step, *options):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
-def test_a_run_killed_over_and_over_ends_with_the_same_losses(tmp_path, tmp_path_factory, system, more):
+def test_run_killed_repeatedly_ends_with_the_same_losses(tmp_path, tmp_path_factory, system, more):
     """Kills come from the first second on: in the preparation, while loading, in a step, while saving."""
     reference = finished_run(tmp_path_factory, system, *more)
     output, instants = tmp_path / "run", random.SystemRandom()

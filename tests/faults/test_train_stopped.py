@@ -55,7 +55,7 @@ assert stopping.asked == 1
 """
 
 
-def test_a_signal_that_comes_amid_a_print_asks_to_stop_like_any_other():
+def test_signal_during_a_print_requests_a_stop():
     done = subprocess.run([sys.executable, "-c", AMID_A_PRINT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines())[0] == "output"
@@ -118,9 +118,7 @@ def test_a_stopped_run_ends_with_the_status_of_the_signal(tmp_path, stopping, mo
         (False, "there is no checkpoint yet: --resume starts over"),
     ],
 )
-def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(
-    tmp_path, stopping, monkeypatch, capsys, saved, said
-):
+def test_stop_before_a_further_step_says_where_resume_continues(tmp_path, stopping, monkeypatch, capsys, saved, said):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     if saved:
         (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
@@ -129,16 +127,16 @@ def test_one_that_is_stopped_before_a_further_step_says_what_it_goes_on_from(
     assert said in capsys.readouterr().out
 
 
-def test_a_second_signal_leaves_at_once_with_the_status_of_the_first(tmp_path, stopping, monkeypatch, capsys):
+def test_second_signal_ends_at_once_with_status_of_the_first(tmp_path, stopping, monkeypatch, capsys):
     assert run_ranks(tmp_path, stopping, monkeypatch, "deaf", signal.SIGINT, signal.SIGTERM) == 130
     assert "interrupted" in capsys.readouterr().out
 
 
-def test_a_run_that_was_at_its_end_anyway_has_succeeded(tmp_path, stopping, monkeypatch):
+def test_run_stopped_at_its_end_exits_with_success(tmp_path, stopping, monkeypatch):
     assert run_ranks(tmp_path, stopping, monkeypatch, "at its end", signal.SIGINT) == 0
 
 
-def test_a_rank_that_somebody_else_has_ended_is_an_error(tmp_path, stopping, monkeypatch):
+def test_rank_ended_by_someone_else_is_an_error(tmp_path, stopping, monkeypatch):
     ended = {"code": -signal.SIGTERM}
     child = SimpleNamespace(returncode=ended["code"], poll=lambda: ended["code"], wait=lambda **_: ended["code"])
     monkeypatch.setattr(launch, "start_rank", lambda *_: child)
@@ -181,9 +179,7 @@ class Unkillable:
 
 
 @pytest.mark.parametrize(("status", "interrupts"), [(1, 0), (0, 2)], ids=["the other rank fails", "Ctrl-C twice"])
-def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
-    tmp_path, stopping, monkeypatch, status, interrupts
-):
+def test_killed_rank_that_does_not_end_is_named_not_awaited(tmp_path, stopping, monkeypatch, status, interrupts):
     ended, stuck = (
         subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({status})"]),
         Unkillable(interrupts),
@@ -196,7 +192,7 @@ def test_a_killed_rank_that_does_not_end_is_named_and_not_waited_for(
     assert stuck.signals[-1] == signal.SIGKILL
 
 
-def test_what_a_stuck_rank_may_still_use_stays_and_is_left_to_a_later_call(tmp_path, monkeypatch):
+def test_swap_folder_of_stuck_rank_is_removed_by_later_call(tmp_path, monkeypatch):
     monkeypatch.setattr(launch.preflight, "check", lambda *_: None)
     monkeypatch.setattr(launch, "_announce", lambda *_: None)
     config = complete({"model": "m", "data": ["d"], "steps": 1, "output": str(tmp_path / "run")})
@@ -221,7 +217,7 @@ def test_what_a_stuck_rank_may_still_use_stays_and_is_left_to_a_later_call(tmp_p
 
 
 @pytest.mark.slow
-def test_it_says_in_which_call_of_the_kernel_and_on_which_file_the_rank_is_stuck(tmp_path, monkeypatch):
+def test_stuck_rank_report_names_kernel_call_and_file(tmp_path, monkeypatch):
     monkeypatch.setattr(children, "KILLED_S", 0.3)
     with small_file_system(tmp_path / "mount") as folder:
         code = (

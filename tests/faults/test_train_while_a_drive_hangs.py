@@ -49,7 +49,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.slow
-def test_a_run_whose_drive_hangs_ends_when_it_is_asked_to_and_goes_on(tmp_path):
+def test_stop_ends_a_run_whose_drive_hangs_and_resume_continues(tmp_path):
     text, run = text_folder(tmp_path), tmp_path / "run"
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)

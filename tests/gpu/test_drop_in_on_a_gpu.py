@@ -37,20 +37,20 @@ def record(tmp_path_factory):
 @pytest.mark.parametrize(
     ("system", "arm"), [("zero_infinity", "as_published"), ("memascend", "memascend")], ids=lambda word: word
 )
-def test_losses_and_master_weights_equal_those_of_states_in_host_memory(record, system, arm, dtype):
+def test_losses_and_master_weights_equal_those_of_cpu_offload(record, system, arm, dtype):
     reference, found = record("zero_offload", "today", dtype), record(system, arm, dtype)
     assert len(set(reference["losses"])) == 6
     assert found["losses"] == reference["losses"]
     assert found["master_weights_sha256"] == reference["master_weights_sha256"]
 
 
-def test_weights_are_on_the_ssd_and_the_products_on_the_gpu(record):
+def test_weights_lie_on_ssd_and_gpu_memory_is_used(record):
     found = record("memascend", "memascend", "fp16")
     assert found["parameters_on_nvme"] >= 7 * 28
     assert found["cuda_peak_bytes"] > 0
 
 
-def test_it_takes_less_host_memory_than_zero_infinity(record):
+def test_memascend_takes_less_host_memory_than_zero_infinity(record):
     """Memory of the process for torch and CUDA is left out, since it is the same for both."""
     peaks = [
         record(*words, "fp16")["memory"]["host_peak_net_bytes"]

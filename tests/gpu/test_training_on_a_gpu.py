@@ -145,7 +145,7 @@ def test_a_streamed_architecture_trains_as_on_the_gpu_alone(tmp_path, architectu
 
 
 @pytest.mark.parametrize("architecture", CHOSEN)
-def test_gradients_are_equal_when_activations_wait_on_the_ssd(tmp_path, architecture):
+def test_gradients_are_equal_with_activations_on_the_ssd(tmp_path, architecture):
     make = built(architecture)
     found = []
     for offloaded in (False, False, True):
@@ -204,7 +204,7 @@ def test_a_streamed_shape_trains_as_on_the_gpu_alone(tmp_path, name):
     assert_alike(streamed(make, shapes.batch, tmp_path / "run"), model, losses)
 
 
-def test_the_gpu_s_memory_does_not_grow_with_the_depth(tmp_path):
+def test_gpu_memory_does_not_grow_with_model_depth(tmp_path):
     peaks = []
     for depth in (3, 12):
         model = on_the_cpu.model(depth=depth, hidden=256)

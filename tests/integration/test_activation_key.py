@@ -18,7 +18,7 @@ KEY = {"memascend": {"checkpointing": "ssd", "activations": {"amount": "all", "m
 COMMON = {"dtype": "bf16", "steps": 3, "micro_steps": 2}
 
 
-def test_zero_3_on_nvme_trains_alike_with_activations_on_the_ssd(tmp_path):
+def test_zero_3_trains_identically_with_activations_on_the_ssd(tmp_path):
     """Every loss and the final weights are equal, with accumulation, and also if the model checkpoints its blocks."""
     kept = Job(name="kept", built="transformers", **COMMON)
     sent = Job(name="sent", built="transformers", config=KEY, **COMMON)
@@ -39,7 +39,7 @@ def test_zero_3_on_nvme_trains_alike_with_activations_on_the_ssd(tmp_path):
 
 
 @pytest.mark.slow
-def test_stages_0_to_2_train_alike_inside_the_context(tmp_path):
+def test_stages_0_to_2_train_identically_inside_the_context(tmp_path):
     script = Path(__file__).parent / "scripts" / "activation_stages.py"
     variables = environment(0, 1, free_port()) | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

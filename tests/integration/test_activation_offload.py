@@ -67,7 +67,7 @@ def train(kind, steps=2, accumulate=2):
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert", "t5", "llama", "qwen"])
-def test_a_training_is_the_same_to_the_last_bit(kind, tmp_path):
+def test_offloading_activations_changes_no_bit_of_training(kind, tmp_path):
     losses, weights = train(kind)
     options = {"amount": "all", "minimum_bytes": 4096, "reserve_bytes": 0, "device": "cpu"}
     with memascend.offload_activations(tmp_path, **options) as cache:
@@ -92,7 +92,7 @@ def forward_then_backward(cache):
 
 
 @pytest.mark.parametrize(("op", "number"), [("write", 3), ("write", 40), ("read", 3), ("read", 60)])
-def test_an_io_error_in_a_training_is_raised_by_the_step_that_needs_the_tensor(op, number, tmp_path):
+def test_io_error_raises_an_error_naming_the_lost_activation(op, number, tmp_path):
     """The kernel returns EIO at four instants; afterwards the same process trains as if nothing had happened.
 
     Space is reserved from the start, since a file that cannot grow by the wanted amount is tried again with less.
@@ -109,7 +109,7 @@ def test_an_io_error_in_a_training_is_raised_by_the_step_that_needs_the_tensor(o
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_option_is_one_line(tmp_path):
+def test_unknown_option_is_refused_with_the_known_ones(tmp_path):
     with (
         pytest.raises(ValueError, match="unknown key 'amuont'; known: amount"),
         memascend.offload_activations(tmp_path, amuont="all"),
@@ -117,7 +117,7 @@ def test_an_unknown_option_is_one_line(tmp_path):
         pass
 
 
-def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
+def test_readme_snippet_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     snippet = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
     names = {}
@@ -126,7 +126,7 @@ def test_the_snippet_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
     assert list((tmp_path / "swap").iterdir()) == []  # the folder is created, and the file in it removed
 
 
-def test_a_context_is_entered_again_after_its_end_and_not_inside_of_itself(tmp_path):
+def test_context_can_be_entered_again_but_not_inside_itself(tmp_path):
     offloading = memascend.offload_activations(tmp_path, amount="all", minimum_bytes=512)
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
 
@@ -146,7 +146,7 @@ def test_a_context_is_entered_again_after_its_end_and_not_inside_of_itself(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
+def test_folder_with_missing_parent_is_refused(tmp_path):
     with (
         pytest.raises(
             ValueError, match=r"offload_activations: .*/nvme/swap cannot be created, since .*/nvme does not exist"
@@ -159,7 +159,7 @@ def test_a_folder_whose_parent_is_missing_is_one_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_the_peak_of_resident_memory_falls_as_predicted(kind, tmp_path):
+def test_peak_resident_memory_falls_as_predicted(kind, tmp_path):
     """Measured in separate processes, whose allocator returns large blocks at once, by the kernel's counters.
 
     Each step is compared with the prediction from its own sizes, times and rates; the median of three decides.

@@ -50,7 +50,7 @@ def train(model, optimizer, steps):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_adapters_train_save_and_go_on_as_in_memory(tmp_path, dtype):
+def test_adapters_train_save_and_resume_as_in_memory(tmp_path, dtype):
     ours, theirs, again = (adapted(dtype, autocast_adapter_dtype=False) for _ in range(3))
     optimizer = AdamW(trained(theirs), lr=1e-2)
     expected = train(theirs, optimizer, range(3))
@@ -72,7 +72,7 @@ def test_adapters_train_save_and_go_on_as_in_memory(tmp_path, dtype):
         assert_equal(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(loaded))
 
 
-def test_a_step_with_adapters_writes_what_it_trains(tmp_path):
+def test_step_with_adapters_writes_only_what_it_trains(tmp_path):
     ours = adapted()
     with streaming(tmp_path / "states") as session:
         session.hook(ours)
@@ -87,7 +87,7 @@ def test_a_step_with_adapters_writes_what_it_trains(tmp_path):
         assert session.engine.transferred[1] - before < sum(p.numel() for p in ours.parameters()) * 4 / 8
 
 
-def test_adapters_of_another_type_than_the_model_are_refused_before_anything_moves(tmp_path):
+def test_adapters_of_another_dtype_are_refused_before_anything_moves(tmp_path):
     ours = adapted(torch.bfloat16)  # as is peft's default: the adapters of a 16-bit model are fp32
     session = streaming(tmp_path / "states")
     session.hook(ours)

@@ -37,7 +37,7 @@ def refused(compiled: type, ours: type) -> list[str]:
     return problems
 
 
-def test_the_io_handle_takes_every_call_of_deepspeeds():
+def test_io_handle_accepts_every_call_of_deepspeeds_handle():
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     from memascend.integrations.deepspeed.aio import AioHandle
@@ -47,7 +47,7 @@ def test_the_io_handle_takes_every_call_of_deepspeeds():
     assert not refused(compiled, AioHandle)
 
 
-def test_the_pin_handle_takes_every_call_of_deepspeeds():
+def test_pin_handle_accepts_every_call_of_deepspeeds_handle():
     op_builder = pytest.importorskip("deepspeed.ops.op_builder")
     if not hasattr(op_builder, "PinMemoryBuilder"):
         pytest.skip("this DeepSpeed has no pin_memory op (0.19.4 and later have)")

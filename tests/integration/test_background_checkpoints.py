@@ -62,7 +62,7 @@ def waiting(tmp_path_factory, text):
     "more",
     [pytest.param(more, id=name, marks=[pytest.mark.slow] if more else []) for name, more in WAYS.items()],
 )
-def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, text, waiting, more):
+def test_background_checkpoints_equal_those_of_a_waiting_run(tmp_path, text, waiting, more):
     done = train(tmp_path / "ours", *OPTIONS, "--data", str(text), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     beside = [line for line in done.stdout.splitlines() if "of which training waited" in line]
@@ -84,9 +84,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path, text, wait
     assert rows[3]["stood_still_s"] == rows[3]["seconds"]  # no training follows the last checkpoint
 
 
-def test_a_disk_that_fills_up_while_a_checkpoint_is_written_ends_the_run_in_one_line_and_loses_no_step(
-    tmp_path, text, waiting
-):
+def test_full_disk_during_checkpoint_ends_run_without_losing_steps(tmp_path, text, waiting):
     with small_file_system(tmp_path / "small", 160 << 20) as small:
         output, filler = small / "run", small / "filler"
         options = [*OPTIONS, "--data", str(text), "--nvme", str(tmp_path / "nvme"), "--log-every", "1"]

@@ -34,10 +34,10 @@ def test_a_divisor_that_does_not_divide_is_refused(runs):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs procfs as an unwritable folder")
-def test_results_that_cannot_be_written_are_refused_before_the_training(runs):
+def test_unwritable_results_file_is_refused_naming_its_option(runs):
     assert "--out" in one_line(runs.command("memascend", "memascend", "--out", "/proc/memascend/x.json"))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs procfs as an unwritable folder")
-def test_a_folder_that_cannot_be_written_is_named(runs):
+def test_unwritable_swap_folder_is_named(runs):
     assert "/proc/memascend" in one_line(runs.command("memascend", "memascend", "--nvme", "/proc/memascend"))

@@ -36,7 +36,7 @@ def short(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_step_moves_little_more_than_half_the_bytes(short):
+def test_bf16_step_moves_little_more_than_half_the_bytes(short):
     """fp32 reads 16 + 2 x 2 and writes 18 bytes for each parameter; bf16 8 +
     2 x 2 and 10. Small tensors stay in memory."""
     fp32, bf16 = short["memascend-0"], short["memascend_bf16-0"]
@@ -45,13 +45,13 @@ def test_a_step_moves_little_more_than_half_the_bytes(short):
 
 
 @pytest.mark.slow
-def test_it_learns_as_fp32_does(short):
+def test_bf16_states_learn_as_well_as_fp32(short):
     assert final_loss(short["memascend_bf16-0"]) == pytest.approx(final_loss(short["memascend-0"]), abs=0.03)
     assert final_loss(short["memascend_bf16-0"]) < 0.9 * short["memascend_bf16-0"]["losses"][0][0]
 
 
 @pytest.mark.slow
-def test_the_curve_is_within_the_run_to_run_spread_of_fp32(tmp_path):
+def test_bf16_curve_is_within_fp32_spread_over_seeds(tmp_path):
     """The mean distance from fp32 over the seeds is below the standard deviation of fp32 over them.
 
     DeepSpeed's AdamW, which rounds to nearest and loses small updates, is further from fp32 than ours for every seed.
@@ -90,7 +90,7 @@ def test_contradictions_are_refused_in_one_line_and_change_nothing(change, messa
     assert repr(config) == before
 
 
-def test_deepspeeds_own_keys_on_nvme_are_refused_because_they_crash(tmp_path):
+def test_deepspeeds_own_bf16_keys_on_nvme_are_refused(tmp_path):
     import memascend
 
     config = {
@@ -128,7 +128,7 @@ assert config["bf16"] == {"enabled": "auto"}
 """
 
 
-def test_every_form_of_a_configuration_that_deepspeed_reads_says_bf16_states(tmp_path):
+def test_every_configuration_form_read_by_deepspeed_gets_bf16_states(tmp_path):
     """DeepSpeed reads a file again, and the Trainer and Accelerate copy dicts: enable changes whichever is read."""
     run_python(READ_BY_DEEPSPEED, tmp_path)
 
@@ -169,7 +169,7 @@ assert found == [{torch.bfloat16}] * 6, found
 """
 
 
-def test_states_are_bf16_in_whichever_form_the_configuration_comes(tmp_path):
+def test_states_are_bf16_for_every_configuration_form(tmp_path):
     run_python(TRAINED, tmp_path)
 
 

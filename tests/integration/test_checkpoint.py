@@ -65,7 +65,7 @@ def manifest(results, kind) -> list[dict]:
     return list(json.loads(found.read_text()).values())
 
 
-def test_states_in_files_are_referenced_by_the_checkpoint_and_not_copied(results):
+def test_checkpoint_links_states_in_files_without_copying_them(results):
     """Later steps wrote to other files; otherwise the resumed training above would have found different states."""
     referenced, copied = manifest(results, "on_files"), manifest(results, "on_files_copied")
     assert {entry.get("referenced") for entry in referenced} == {"link"}
@@ -74,7 +74,7 @@ def test_states_in_files_are_referenced_by_the_checkpoint_and_not_copied(results
     assert results["on_files_copied"]["weights_sha256"] == results["on_files"]["weights_sha256"]
 
 
-def test_the_overflow_was_one(results):
+def test_overflow_skips_one_step_and_halves_the_scale(results):
     whole = results["after_an_overflow"]
     assert whole["skipped"][0] == 0
     assert whole["skipped"][-1] == 1
@@ -96,7 +96,7 @@ def test_two_ranks_resume_exactly(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("die_at_sync", [1, 15, 30])
-def test_a_training_killed_in_the_middle_of_saving_resumes_from_the_checkpoint_before(tmp_path, die_at_sync):
+def test_training_killed_while_saving_resumes_from_previous_checkpoint(tmp_path, die_at_sync):
     whole, resumed = interrupted("killed", tmp_path)
     killed = dataclasses.replace(whole, save_at=(SAVED, SAVED + 2), die_at_sync=die_at_sync)
     train_all([killed], tmp_path)
@@ -150,7 +150,7 @@ def commit_and_die(save_dir: Path, tag: str, call: int, exchange: bool) -> bool:
 
 @pytest.mark.parametrize("same_tag", [False, True])
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_commit_killed_at_any_call_leaves_a_whole_checkpoint_behind(tmp_path, same_tag, exchange):
+def test_commit_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path, same_tag, exchange):
     from memascend.integrations.deepspeed import checkpoint
 
     for call in range(1, 100):

@@ -94,18 +94,18 @@ def found(tmp_path_factory):
     return results
 
 
-def test_a_checkpoint_without_room_is_one_line_and_leaves_nothing(found):
+def test_checkpoint_without_space_fails_in_one_line_leaving_nothing(found):
     assert "/full cannot be written (File too large), and nothing of global_step1 was kept; free space" in found["full"]
     assert "\n" not in found["full"]
     assert found["left"] == []
 
 
-def test_a_training_goes_on_after_it_and_the_second_engine_of_a_process_resumes_exactly(found):
+def test_training_continues_after_errors_and_second_engine_resumes_exactly(found):
     assert len(set(found["whole"])) == 2
     assert found["resumed"] == found["whole"]
 
 
-def test_a_tag_that_is_not_there_is_named_with_those_that_are(found):
+def test_missing_tag_is_reported_with_the_existing_ones(found):
     assert "/saved has no checkpoint 'two'; it holds one" in found["unknown_tag"]
 
 

@@ -55,7 +55,7 @@ def assert_same_weights(model, other):
         assert torch.equal(values, expected), name
 
 
-def test_a_finished_run_without_checkpoints_has_its_states_and_says_how_to_get_its_weights(runs):
+def test_finished_run_without_checkpoints_keeps_states_and_explains_export(runs):
     said = (runs / "none.said").read_text()
     assert f"memascend export {runs / 'none'} NEW_FOLDER" in said
     assert "checkpoint" not in said.replace("--checkpoints", "")
@@ -64,12 +64,12 @@ def test_a_finished_run_without_checkpoints_has_its_states_and_says_how_to_get_i
     assert not list((runs / "full").glob("memascend-states-*"))
 
 
-def test_its_losses_are_those_of_a_run_with_checkpoints(runs):
+def test_losses_without_checkpoints_equal_those_with_checkpoints(runs):
     found, expected = losses(runs / "none"), losses(runs / "full")
     assert found == {step: expected[step] for step in range(1, 5)}
 
 
-def test_it_goes_on_to_more_steps_and_its_export_is_the_other_s_model(runs, capsys):
+def test_run_without_checkpoints_continues_and_exports_the_same_model(runs, capsys):
     folder = runs / "none"
     done = resume(folder, "--steps", "6")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +97,7 @@ def test_a_run_with_full_checkpoints_is_exported_from_the_newest(runs, tmp_path,
     assert_same_weights(model, AutoModelForCausalLM.from_pretrained(runs / "full" / "model"))
 
 
-def test_a_run_that_was_killed_is_exported_and_goes_on(runs, tmp_path):
+def test_killed_run_is_exported_and_resumes(runs, tmp_path):
     folder, text = tmp_path / "killed", runs / "text"
     child = subprocess.Popen(
         command(folder, *OPTIONS, "--data", str(text), "--steps", "6", "--checkpoints", "weights"),
@@ -139,7 +139,7 @@ def test_one_version_without_checkpoints_continues_between_steps(runs, tmp_path)
     assert losses(folder) == losses(runs / "full")
 
 
-def test_states_that_are_gone_are_an_error_and_no_new_beginning(runs, tmp_path, capsys):
+def test_missing_states_are_an_error_not_a_new_start(runs, tmp_path, capsys):
     folder = tmp_path / "lost"
     done = train(folder, *OPTIONS, "--data", str(runs / "text"), "--steps", "3", "--checkpoints", "none")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -176,7 +176,7 @@ def logits_on_the_tier(folder, ids):
 
 
 @pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
-def test_an_export_in_several_files_has_an_index_and_gives_the_logits_of_the_trained_model(runs, tmp_path, name):
+def test_sharded_export_has_an_index_and_same_logits(runs, tmp_path, name):
     target = tmp_path / "model"
     assert main(["export", str(runs / name), str(target), "--shard-size", "1MB"]) == 0
     files = sorted(path.name for path in target.glob("*.safetensors"))
@@ -196,7 +196,7 @@ def test_an_export_in_several_files_has_an_index_and_gives_the_logits_of_the_tra
             assert torch.equal(found, logits_on_the_tier(runs / name, ids))
 
 
-def test_generate_goes_on_with_a_text_as_the_exported_model_does(runs, tmp_path, capsys):
+def test_generate_continues_text_as_the_exported_model_does(runs, tmp_path, capsys):
     model = exported(runs / "none", tmp_path / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     capsys.readouterr()
@@ -211,7 +211,7 @@ def test_generate_goes_on_with_a_text_as_the_exported_model_does(runs, tmp_path,
         assert re.search(rf"from the weights of step [46] of {runs / 'none'}\)", told)
 
 
-def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, tmp_path, capsys):
+def test_generate_refuses_runs_without_states_and_bad_options(runs, tmp_path, capsys):
     assert "holds no run" in refusal(capsys, "generate", tmp_path, "--prompt", "a")
     (tmp_path / "full").symlink_to(runs / "full")
     line = refusal(capsys, "generate", tmp_path / "full", "--prompt", "a")
@@ -232,7 +232,7 @@ def test_generate_refuses_what_has_no_states_and_texts_that_are_too_long(runs, t
         assert option in refusal(capsys, "generate", runs / "none", *(word for pair in given.items() for word in pair))
 
 
-def test_a_run_that_was_moved_or_is_named_by_a_link_has_its_states(runs, tmp_path, capsys):
+def test_moved_or_linked_run_still_finds_its_states(runs, tmp_path, capsys):
     shutil.copytree(runs / "none", tmp_path / "moved")
     (tmp_path / "link").symlink_to(tmp_path / "moved")
     texts = set()
@@ -282,7 +282,7 @@ main(["export", run, target, "--shard-size", "1MB"])
         pytest.param("before the rename", marks=pytest.mark.slow),
     ],
 )
-def test_an_export_that_was_killed_leaves_nothing_that_loads_and_the_next_one_succeeds(runs, tmp_path, where):
+def test_killed_export_leaves_no_model_and_the_next_succeeds(runs, tmp_path, where):
     (tmp_path / "out").mkdir()
     target = tmp_path / "out" / "model"
     command = [sys.executable, "-c", KILLED, where, str(runs / "none"), str(target)]
@@ -299,7 +299,7 @@ def test_an_export_that_was_killed_leaves_nothing_that_loads_and_the_next_one_su
 
 @pytest.mark.parametrize("name", ["none", "full"], ids=["states", "checkpoint"])
 @pytest.mark.parametrize("full", ["before", "in the weights", "from the first file on"])
-def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, full):
+def test_export_to_a_full_disk_fails_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, full):
     if full != "before":  # the space is used up after the check
         monkeypatch.setattr(export, "_require_room", lambda *_: None)
     with small_file_system(tmp_path / "small", 2 << 20) as small:
@@ -313,7 +313,7 @@ def test_an_export_onto_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_pat
     assert (missing if full == "before" else gone) in said
 
 
-def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
+def test_impossible_exports_are_refused_in_one_line(runs, tmp_path, capsys):
     assert "holds no run: name the folder" in refusal(capsys, "export", tmp_path, tmp_path / "model")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
@@ -331,7 +331,7 @@ def test_what_cannot_be_exported_is_one_line(runs, tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_newest_checkpoint_of_a_run_that_trains_is_exported_also_if_the_run_removes_it(runs, tmp_path, monkeypatch):
+def test_newest_checkpoint_is_exported_even_if_the_run_removes_it(runs, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(runs / "full", run)
     wanted = exported(runs / "full", tmp_path / "wanted")
@@ -349,7 +349,7 @@ def test_the_newest_checkpoint_of_a_run_that_trains_is_exported_also_if_the_run_
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), wanted)
 
 
-def test_a_checkpoint_with_a_file_that_cannot_be_opened_is_one_line(runs, tmp_path, capsys):
+def test_export_names_a_checkpoint_file_that_is_missing(runs, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(runs / "full", run)
     newest = checkpoint.listed(RunFolder(run).checkpoints)[0][-1]
@@ -368,13 +368,13 @@ def test_a_checkpoint_with_a_file_that_cannot_be_opened_is_one_line(runs, tmp_pa
         (["--checkpoints", "some"], "must be one of full, weights, none"),
     ],
 )
-def test_a_run_that_could_not_go_on_is_refused(runs, tmp_path, capsys, options, message):
+def test_impossible_checkpoint_settings_are_refused(runs, tmp_path, capsys, options, message):
     arguments = ["train", "--output", tmp_path / "run", *OPTIONS, "--data", runs / "text", *options]
     assert message in refusal(capsys, *arguments)
     assert not (tmp_path / "run").exists()
 
 
-def test_room_is_asked_for_what_is_written(tmp_path):
+def test_disk_space_is_required_only_for_what_is_written(tmp_path):
     from memascend.training import preflight
     from memascend.training.config import TrainConfig
 

@@ -70,7 +70,7 @@ def test_losses_and_master_weights_equal_the_cpu_offload_reference(results, mode
 
 
 @pytest.mark.parametrize("model", ["qwen", "hard"])
-def test_our_norm_and_adamw_train_alike(results, model):
+def test_our_norm_and_adamw_give_close_losses(results, model):
     fast, reference = results[f"{model}-fast"], results[f"{model}-reference"]
     assert fast["skipped"] == reference["skipped"]
     for ours, theirs in zip(fast["losses"], reference["losses"], strict=True):
@@ -97,7 +97,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         remove_shared_buffers(port)
 
 
-def test_bf16_states_are_refused_in_one_line_with_the_version_that_has_them():
+def test_bf16_states_are_refused_naming_a_version_that_works():
     done = run(
         "import memascend; memascend.enable({'bf16': {'enabled': True}, 'memascend': {'optimizer_states': 'bf16'},"
         " 'zero_optimization': {'stage': 3, 'offload_optimizer': {'device': 'cpu'}}})"
@@ -153,14 +153,14 @@ def script_trains(folder: Path, **section) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_key_in_the_json_is_enough(tmp_path):
+def test_json_key_alone_enables_memascend(tmp_path):
     stock, ours = script_trains(tmp_path), script_trains(tmp_path, memascend={"checkpointing": "offloaded"})
     assert (stock["ours"], stock["loaded"]) == (False, False)
     assert (ours["ours"], ours["loaded"]) == (True, True)
     assert ours["losses"] == stock["losses"]
 
 
-def test_the_trainer_of_that_time_gives_equal_losses_with_the_key(tmp_path):
+def test_old_trainer_gives_equal_losses_with_the_key(tmp_path):
     bench = Workbench(tmp_path, PYTHON.parent)
     (reference,) = bench.run("torchrun", "trainer_script.py", None)
     (found,) = bench.run("deepspeed", "trainer_script.py", {})

@@ -51,7 +51,7 @@ def test_disable_restores_every_hook():
     assert places() == before
 
 
-def test_a_buffer_of_one_handle_is_pinned_for_every_other():
+def test_buffer_of_one_handle_counts_as_pinned_for_all():
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
@@ -69,7 +69,7 @@ def test_a_buffer_of_one_handle_is_pinned_for_every_other():
         memascend.disable()
 
 
-def test_the_builders_of_an_editable_installation_have_our_ops_too(monkeypatch):
+def test_builders_of_an_editable_installation_get_our_ops(monkeypatch):
     """Accelerators take the builders of the source tree's own package `op_builder` if it is on the path."""
     import memascend
 
@@ -189,7 +189,7 @@ def test_bad_configurations_are_refused_in_one_line_and_change_nothing(change, m
     assert places() == before
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_missing_configuration_file_is_named():
     import memascend
 
     with pytest.raises(ValueError, match=r"JSON in base64, got 'ds\.json', which is neither; check that the file"):
@@ -204,7 +204,7 @@ def test_a_file_that_is_not_there_is_named():
         ('{"memascend": {}, "a": 1, "a": 2}', r"ds\.json: Duplicate keys .*; remove one of the two"),
     ],
 )
-def test_a_mistake_in_the_json_is_one_line_with_its_place(tmp_path, text, message):
+def test_json_mistake_is_reported_in_one_line_with_position(tmp_path, text, message):
     import memascend
 
     (tmp_path / "ds.json").write_text(text)
@@ -240,7 +240,7 @@ def nvme_config(folder, section):
 
 
 @pytest.mark.parametrize("aio", ["direct", "file"])
-def test_a_file_system_without_o_direct_is_refused_where_it_is_required(in_memory, aio):
+def test_file_system_without_required_o_direct_is_refused(in_memory, aio):
     import memascend
 
     before = places()
@@ -254,7 +254,7 @@ def test_a_file_system_without_o_direct_is_refused_where_it_is_required(in_memor
 
 
 @pytest.mark.parametrize("aio", ["direct", "file"])
-def test_the_engines_are_told_that_o_direct_is_required(in_memory, monkeypatch, aio):
+def test_engines_refuse_transfers_without_required_o_direct(in_memory, monkeypatch, aio):
     """This matters if the kernel refuses O_DIRECT once they transfer."""
     import torch
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -274,7 +274,7 @@ def test_the_engines_are_told_that_o_direct_is_required(in_memory, monkeypatch, 
         memascend.disable()
 
 
-def test_numbers_that_our_engines_do_not_take_are_left_to_deepspeeds_own():
+def test_odd_block_size_is_accepted_with_deepspeeds_own_engine():
     import memascend
 
     stock = {"pinned": "stock", "aio": "stock", "pool": "stock"}
@@ -282,7 +282,7 @@ def test_numbers_that_our_engines_do_not_take_are_left_to_deepspeeds_own():
     memascend.disable()
 
 
-def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():
+def test_accelerator_pins_tensors_with_page_alignment_and_exact_size():
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -304,7 +304,7 @@ def test_a_pinned_tensor_of_the_accelerator_is_pinned_and_exact():
     ("offload", "message"),
     [({"max_in_cpu": 1e9}, "max_in_cpu=1e+09"), ({}, None), ({"max_in_cpu": 0}, None)],
 )
-def test_parameters_that_stay_in_memory_because_the_user_said_so_are_warned_about(tmp_path, offload, message):
+def test_parameters_kept_in_memory_by_the_user_cause_a_warning(tmp_path, offload, message):
     import memascend
 
     offload = {"device": "nvme", "nvme_path": str(tmp_path)} | offload
@@ -316,7 +316,7 @@ def test_parameters_that_stay_in_memory_because_the_user_said_so_are_warned_abou
         memascend.disable()
 
 
-def test_a_configuration_that_switches_memascend_off_leaves_deepspeed_alone():
+def test_disabled_configuration_leaves_deepspeed_unchanged():
     import memascend
 
     before = places()
@@ -337,7 +337,7 @@ def test_pinned_memory_can_be_left_out():
         memascend.disable()
 
 
-def test_a_budget_is_kept_from_enable_to_disable(monkeypatch):
+def test_budget_applies_from_enable_to_disable(monkeypatch):
     import torch
     from deepspeed.ops.op_builder import PinMemoryBuilder
 
@@ -360,7 +360,7 @@ def test_a_budget_is_kept_from_enable_to_disable(monkeypatch):
 
 
 @pytest.mark.parametrize("amount", ["24G", 0, "much", True])
-def test_a_budget_that_is_no_amount_is_refused_by_its_key(amount):
+def test_invalid_budget_is_refused_naming_its_key(amount):
     import memascend
 
     with pytest.raises(ValueError, match=r'^"memascend\.host_memory": .* write 24GiB'):
@@ -368,7 +368,7 @@ def test_a_budget_that_is_no_amount_is_refused_by_its_key(amount):
     assert memascend.integrations.deepspeed.active() is None
 
 
-def test_a_training_beyond_its_budget_ends_with_the_owner_that_asked(tmp_path):
+def test_training_beyond_its_budget_fails_naming_the_requester(tmp_path):
     from trainings import Job, train_all
 
     job = Job(name="x", config={"memascend": {"host_memory": "3MiB"}}, steps=1)

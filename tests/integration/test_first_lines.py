@@ -49,7 +49,7 @@ def ours(done) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("memascend")]
 
 
-def test_a_plain_script_shows_one_line_with_parts_sizes_and_folder(tmp_path):
+def test_plain_script_prints_one_line_with_settings_and_folder(tmp_path):
     done = run(tmp_path, SCRIPT, {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}, LAUNCHED)
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = ours(done)
@@ -67,7 +67,7 @@ def test_a_configuration_that_offloads_nothing_is_warned_about(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="mpi4py is installed: DeepSpeed asks it")
-def test_a_script_without_a_launcher_is_told_to_take_one(tmp_path):
+def test_script_without_a_launcher_is_told_to_use_one(tmp_path):
     done = run(tmp_path, NOT_LAUNCHED, {"device": "cpu"}, {})
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
@@ -75,7 +75,7 @@ def test_a_script_without_a_launcher_is_told_to_take_one(tmp_path):
     assert last.endswith("start it with: torchrun --nproc_per_node 1 train.py")
 
 
-def test_a_mistake_in_the_json_is_the_last_line_and_nothing_of_deepspeed_stands_above_it(tmp_path):
+def test_json_mistake_is_the_last_line_without_deepspeed_traceback(tmp_path):
     script = NOT_LAUNCHED.replace("deepspeed.init", "open('ds.json', 'a').write('}'); deepspeed.init")
     done = run(tmp_path, script, {"device": "cpu"}, {})
     assert done.returncode == 1
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_json_is_the_last_line_and_nothing_of_deepspeed_stands_
 
 
 @pytest.mark.slow
-def test_the_script_of_the_first_run_trains_as_it_stands(tmp_path):
+def test_first_run_tutorial_script_trains_as_written(tmp_path):
     page = (Path(__file__).parents[2] / "docs/tutorials/first-run.md").read_text()
     (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "1", "train.py"]

@@ -12,14 +12,14 @@ def record(runs):
     return runs.record("memascend", "memascend", "--k", "16", "--steps", "3", "--mode", "memory")
 
 
-def test_start_up_stays_below_training(record):
+def test_start_up_peak_stays_below_training_peak(record):
     memory = record["memory"]
     assert memory["startup_peak_bytes"] < memory["training_peak_bytes"]
     assert memory["kernel_hwm_startup_bytes"] < memory["kernel_hwm_training_bytes"]
     assert memory["startup_host_peak_bytes"] <= memory["host_peak_bytes"]
 
 
-def test_no_pageable_buffer_of_a_sub_group_is_held_beside_the_page_locked_ones(record):
+def test_no_pageable_sub_group_buffer_duplicates_page_locked_ones(record):
     """In stock DeepSpeed the gradient buffer has a pageable copy, and each
     sub-group's moments start as two pageable tensors."""
     largest = max(e["requested_bytes"] for e in record["ledger"] if e["owner"] == "optimizer_buffers")

@@ -76,7 +76,7 @@ def test_this_deepspeed_has_every_hook():
     check_hooks(hooks())
 
 
-def test_every_hook_that_is_gone_is_named_in_one_line(monkeypatch):
+def test_every_missing_hook_is_named_in_one_line(monkeypatch):
     for hook in hooks():
         owner, name = owner_and_name(hook)
         with monkeypatch.context() as patch:
@@ -88,7 +88,7 @@ def test_every_hook_that_is_gone_is_named_in_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("part", OF_PARTS)
-def test_every_hook_of_a_part_is_named_in_one_line(monkeypatch, has_every_part, part):
+def test_every_missing_hook_of_a_part_is_named(monkeypatch, has_every_part, part):
     found, section = hooks_of(part)
     for hook in found:
         owner, name = owner_and_name(hook)
@@ -99,7 +99,7 @@ def test_every_hook_of_a_part_is_named_in_one_line(monkeypatch, has_every_part, 
         assert "\n" not in line
 
 
-def test_what_is_overridden_in_a_class_of_deepspeeds_is_a_hook(has_every_part):
+def test_every_overridden_deepspeed_method_is_a_hook(has_every_part):
     """An override that a new DeepSpeed no longer calls would go unnoticed."""
     from deepspeed.runtime.swap_tensor import optimizer_utils
     from deepspeed.runtime.zero import partition_parameters, stage3
@@ -142,14 +142,14 @@ def test_every_hook_whose_arguments_change_is_named_in_one_line(monkeypatch):
         assert ", ".join(hook.leading) in line
 
 
-def test_an_argument_that_we_pass_by_name_is_missed(monkeypatch):
+def test_missing_keyword_argument_of_a_hook_is_named(monkeypatch):
     from deepspeed.runtime.zero import stage3
 
     monkeypatch.setattr(stage3.DeepSpeedZeroOptimizer_Stage3, "__init__", lambda self, module, init_optimizer: None)
     assert "has no argument 'sub_group_size'" in refusal()
 
 
-def test_a_version_that_nobody_tried_is_warned_about_once_and_says_what_was_checked(monkeypatch, caplog):
+def test_untried_version_warns_once_and_says_what_was_checked(monkeypatch, caplog):
     import deepspeed
 
     import memascend
@@ -167,7 +167,7 @@ def test_a_version_that_nobody_tried_is_warned_about_once_and_says_what_was_chec
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 2), ("0", 2), ("1", 0)])
-def test_of_the_ranks_of_a_job_the_first_alone_warns(monkeypatch, caplog, tmp_path, rank, lines):
+def test_only_the_first_rank_of_a_job_warns(monkeypatch, caplog, tmp_path, rank, lines):
     import deepspeed
 
     import memascend

@@ -66,7 +66,7 @@ class Muonlike:
         (True, {}, "no gradient of this step, or one that was set from outside"),
     ],
 )
-def test_one_line_says_where_gradients_are_not_converted_as_they_are_read(caplog, adamw, others, said):
+def test_one_line_says_why_gradient_conversion_is_not_deferred(caplog, adamw, others, said):
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     from memascend.integrations.deepspeed.deferred_grad_conversion import DeferredGradConversion

@@ -137,7 +137,7 @@ def bench(tmp_path_factory) -> Workbench:
     return Workbench(tmp_path_factory.mktemp("huggingface"))
 
 
-def test_the_trainer_gives_equal_losses_with_the_key_under_the_deepspeed_launcher(bench):
+def test_trainer_with_key_gives_equal_losses_under_deepspeed_launcher(bench):
     (reference,) = bench.run("none", "trainer_script.py", None)
     (found,) = bench.run("deepspeed", "trainer_script.py", {})
     assert len(reference["losses"]) == STEPS
@@ -158,7 +158,7 @@ def test_accelerate_gives_equal_losses_with_the_key_under_torchrun(bench):
 
 
 @pytest.mark.slow  # test_activation_options.py tests each without a Trainer
-def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
+def test_memory_options_in_the_key_reach_the_trainers_model(bench):
     (reference,) = bench.run("torchrun", "trainer_script.py", None)
     section = {"loss": "chunked", "checkpointing": "offloaded", "attention": "sdpa"}
     (found,) = bench.run("torchrun", "trainer_script.py", section)
@@ -169,7 +169,7 @@ def test_memory_options_in_the_key_reach_the_trainer_s_model(bench):
 
 
 @pytest.mark.slow  # test_activation_key.py tests the key without a Trainer
-def test_the_trainer_sends_activations_to_the_ssd_and_gives_equal_losses(bench):
+def test_trainer_offloads_activations_to_ssd_with_equal_losses(bench):
     (reference,) = bench.run("none", "trainer_script.py", None)
     section = {"checkpointing": "ssd", "activations": {"amount": "all", "minimum_bytes": 1024, "reserve_bytes": 0}}
     (found,) = bench.run("none", "trainer_script.py", section)
@@ -183,7 +183,7 @@ def test_the_trainer_sends_activations_to_the_ssd_and_gives_equal_losses(bench):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_a_model_that_the_trainer_s_script_initialises_trains_as_in_host_memory(bench, kind, ranks):
+def test_model_initialised_by_trainer_script_trains_as_in_memory(bench, kind, ranks):
     option = f"--initialise={kind}"
     reference = bench.run("torchrun", "trainer_script.py", None, option, ranks=ranks)
     found = bench.run("torchrun", "trainer_script.py", {}, option, ranks=ranks)
@@ -201,7 +201,7 @@ def test_two_ranks_give_equal_losses(bench, launcher):
 
 
 @pytest.mark.slow
-def test_the_trainer_s_own_checkpointing_and_accumulation_go_together_with_offloading(bench):
+def test_trainers_checkpointing_and_accumulation_work_with_offloading(bench):
     options = ("--gradient_checkpointing", "--gradient_accumulation_steps=2")
     (reference,) = bench.run("torchrun", "trainer_script.py", None, *options)
     (found,) = bench.run("torchrun", "trainer_script.py", {"checkpointing": "offloaded"}, *options)

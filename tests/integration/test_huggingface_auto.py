@@ -22,12 +22,12 @@ def run(code: str, *, imported: bool = False, **environment: str) -> str:
     return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
 
-def test_importing_the_library_and_its_hook_imports_neither_torch_nor_deepspeed():
+def test_importing_memascend_imports_neither_torch_nor_deepspeed():
     code = "import sys, memascend, memascend.auto; print({'torch', 'deepspeed'} & set(sys.modules))"
     assert run(code) == "set()"
 
 
-def test_torch_loads_the_hook_and_its_own_switch_turns_that_off():
+def test_torch_loads_the_hook_unless_its_switch_is_off():
     code = "import sys, torch; print('memascend.auto' in sys.modules)"
     assert run(code) == "True"
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
@@ -67,7 +67,7 @@ print(found)
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "[True, True, True, True, True, False, False, False]"
 
 
-def test_a_second_choice_in_a_process_comes_too_late_and_is_told_so_once():
+def test_later_different_settings_in_a_process_are_ignored_with_warning():
     code = """
 import contextlib, logging
 import torch, deepspeed
@@ -84,7 +84,7 @@ print([("is ignored" in line, "monolithic" in line, "False" in line) for line in
     assert run(code, imported=True, RANK="1") == "[]"
 
 
-def test_what_is_no_configuration_is_left_to_deepspeed():
+def test_unreadable_configurations_are_left_to_deepspeed():
     code = """
 from memascend.integrations.configuration import read_configuration
 print([read_configuration(text) for text in ("/no/such/fîle.json", "Mw==", "W10=", "x" * 5000, 3, None)])
@@ -92,7 +92,7 @@ print([read_configuration(text) for text in ("/no/such/fîle.json", "Mw==", "W10
     assert run(code, imported=True) == str([None] * 6)
 
 
-def test_a_mistake_in_the_key_is_one_line_of_ours():
+def test_mistake_in_the_key_raises_our_error():
     code = """
 import torch, deepspeed
 try:

@@ -64,7 +64,7 @@ def backends(folder, source, **changes):
     ],
     ids=["converted", "tied", "the same type", "gpt2", "experts that are fused"],
 )
-def test_a_streamed_folder_trains_as_one_in_memory_to_the_last_bit(tmp_path, caplog, config, stored, dtype):
+def test_streamed_folder_trains_bitwise_as_one_in_memory(tmp_path, caplog, config, stored, dtype):
     source = saved(tmp_path / "model", config, stored)
     assert len(list(source.glob("*.safetensors"))) > 2
     ours, theirs = backends(tmp_path, source, dtype=dtype)
@@ -78,7 +78,7 @@ def test_a_streamed_folder_trains_as_one_in_memory_to_the_last_bit(tmp_path, cap
     ours.close()
 
 
-def test_a_run_that_goes_on_looks_at_no_weights_of_the_folder(tmp_path):
+def test_resumed_run_reads_no_weights_from_the_folder(tmp_path):
     source = saved(tmp_path / "model")
     ours, theirs = backends(tmp_path, source)
     ours.step([BATCH], 1e-3)
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_looks_at_no_weights_of_the_folder(tmp_path):
     again.close()
 
 
-def test_a_lazy_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_path):
+def test_lazy_model_holds_shapes_and_buffers_but_no_values(tmp_path):
     source = saved(tmp_path / "model", LLAMA | {"tie_word_embeddings": True}, torch.bfloat16)
     ours, theirs = lazy_model(source, torch.float32), AutoModelForCausalLM.from_pretrained(source)
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
@@ -105,7 +105,7 @@ def test_a_lazy_model_has_shapes_and_buffers_and_its_values_in_the_files(tmp_pat
         assert torch.equal(mine, other), name
 
 
-def test_tensors_that_the_model_has_not_are_named_and_left_out(tmp_path, caplog):
+def test_tensors_unknown_to_the_model_are_named_and_skipped(tmp_path, caplog):
     source = saved(tmp_path / "model")
     lazy_model(source, torch.float32)
     assert "left out" not in caplog.text
@@ -179,7 +179,7 @@ def spoil_the_index(folder):
         (spoil_the_index, "40KB", "model.safetensors.index.json is not an index of shards"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_one_line_and_leaves_nothing(tmp_path, damage, shard, said):
+def test_damaged_folder_is_refused_in_one_line_leaving_nothing(tmp_path, damage, shard, said):
     source = saved(tmp_path / "model", shard=shard)
     damage(source)
     backend = StreamingBackend(CONFIG, {"folder": str(tmp_path / "states"), "arm": "optimized"}, Ledger())
@@ -189,7 +189,7 @@ def test_a_folder_that_is_not_whole_is_one_line_and_leaves_nothing(tmp_path, dam
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_weights_that_are_tied_and_differ_are_left_to_transformers(tmp_path):
+def test_tied_weights_with_different_values_are_left_to_transformers(tmp_path):
     source = saved(tmp_path / "model", shard="1GB")
     settings = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
     (source / "config.json").write_text(json.dumps(settings))
@@ -229,7 +229,7 @@ for source in sys.argv[3:]:
 
 
 @pytest.mark.slow  # a separate process, with the allocator's settings of a run
-def test_memory_at_the_start_does_not_grow_with_the_model(tmp_path):
+def test_start_up_memory_does_not_grow_with_the_model(tmp_path):
     wide = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "attention_bias": False}
     sources = [saved(tmp_path / str(layers), wide | {"num_hidden_layers": layers}) for layers in (4, 8, 64)]
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
@@ -243,7 +243,7 @@ def test_memory_at_the_start_does_not_grow_with_the_model(tmp_path):
     assert list((tmp_path / "states").iterdir()) == []
 
 
-def test_a_hollow_model_takes_no_memory_for_its_values():
+def test_model_without_values_needs_no_memory_for_them():
     model = model_without_values(
         LLAMA | {"num_hidden_layers": 2, "hidden_size": 8192, "intermediate_size": 1 << 20}, torch.bfloat16
     )

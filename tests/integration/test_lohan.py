@@ -62,7 +62,7 @@ def train(backend, steps):
     return [tuple(map(float, backend.step(BATCHES[:count], 1e-3))) for _ in range(steps)]
 
 
-def test_host_buffers_lie_where_their_class_is_placed_and_nothing_else_changes(tmp_path):
+def test_host_buffers_lie_on_their_node_and_nothing_else_changes(tmp_path):
     plain, placed = Ledger(), Ledger()
     one = streamed(tmp_path / "one", ledger=plain)
     classes = {"master_weights", "gradients", "weights", "activations"}
@@ -116,7 +116,7 @@ def assert_equal(ours, theirs):
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k} {v}" for k, v in value.items()),
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_path, arm, changes, tied):
+def test_weights_states_losses_and_norms_equal_training_in_memory(tmp_path, arm, changes, tied):
     shape = {"tie_word_embeddings": tied}
     others = {name: value for name, value in changes.items() if name != "checkpointing"}
     ours, theirs = streamed(tmp_path, arm, shape, **changes), in_memory(shape, **others)
@@ -128,7 +128,7 @@ def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_pat
 
 
 @pytest.mark.parametrize(("swap", "accumulate"), [("all", 1), ("5000", 2), ("best", 1)])
-def test_results_that_are_swapped_change_no_bit_of_a_transformers_model(tmp_path, swap, accumulate):
+def test_swapped_results_change_no_bit_of_a_transformers_model(tmp_path, swap, accumulate):
     ours = streamed(tmp_path, swap=swap, accumulate=accumulate, clip=0.5)
     theirs = in_memory(accumulate=accumulate, clip=0.5)
     assert train(ours, 3) == train(theirs, 3)
@@ -141,7 +141,7 @@ def test_results_that_are_swapped_change_no_bit_of_a_transformers_model(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_run_asks_for_becomes_a_rule_and_room(tmp_path):
+def test_run_options_determine_arm_swap_rule_and_swap_space(tmp_path):
     def settings(**changes):
         config = dataclasses.replace(CONFIG, output=str(tmp_path), **changes)
         check(config)
@@ -156,7 +156,7 @@ def test_what_a_run_asks_for_becomes_a_rule_and_room(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"clip": 0.0}, {"loss": "plain"}, {"dtype": "fp16"}], ids=str)
-def test_a_vocabulary_in_slices_trains_as_one_in_memory_with_the_same_slices(tmp_path, changes):
+def test_sliced_vocabulary_trains_as_the_same_slices_in_memory(tmp_path, changes):
     shape = {"vocab_size": 5000, "tie_word_embeddings": "loss" in changes}  # 2,048 rows per slice
     ours, theirs = streamed(tmp_path, model=shape, **changes), in_memory(shape, slices=True, **changes)
     assert [len(slices) for slices in ours.engine.units.matrices.values()] == [3] * (1 if "loss" in changes else 2)
@@ -167,7 +167,7 @@ def test_a_vocabulary_in_slices_trains_as_one_in_memory_with_the_same_slices(tmp
 
 
 @pytest.mark.parametrize("states", ["fp32", "int8"])
-def test_a_checkpoint_of_one_run_goes_on_in_another_to_the_same_bits(tmp_path, states):
+def test_checkpoint_of_one_run_resumes_exactly_in_another(tmp_path, states):
     changes = {"clip": 0.0, "states": states}
     ours, theirs = streamed(tmp_path / "a", **changes), in_memory(**changes)
     losses = train(ours, 2)
@@ -219,7 +219,7 @@ second.close()
 
 
 @pytest.mark.slow  # a separate process, with the allocator's settings of a run
-def test_a_model_is_never_in_memory_as_a_whole_not_even_at_the_start(tmp_path):
+def test_start_up_never_holds_the_whole_model_in_memory(tmp_path):
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     command = [sys.executable, "-c", _START, str(tmp_path)]
     said = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True).stdout
@@ -229,7 +229,7 @@ def test_a_model_is_never_in_memory_as_a_whole_not_even_at_the_start(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
+def test_kept_step_resumes_from_the_tier_with_its_facts(tmp_path):
     ours, theirs = streamed(tmp_path, clip=0.0), in_memory(clip=0.0)
     losses = train(ours, 1)
     ours.keep({"step": 1, "note": "the first"})
@@ -244,7 +244,7 @@ def test_a_step_is_kept_on_the_tier_with_what_belongs_to_it(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"clip": 0.0}, {"dtype": "fp16", "accumulate": 2}], ids=["bf16", "fp16"])
-def test_one_version_of_the_states_goes_on_after_a_kill_in_the_middle_of_an_update(tmp_path, changes, monkeypatch):
+def test_one_state_version_resumes_after_an_interrupted_update(tmp_path, changes, monkeypatch):
     theirs = in_memory(**changes)
     ours = StreamingBackend(
         dataclasses.replace(CONFIG, **changes),
@@ -277,7 +277,7 @@ def test_one_version_of_the_states_goes_on_after_a_kill_in_the_middle_of_an_upda
     again.close()
 
 
-def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
+def test_streamed_model_is_saved_and_generates_as_in_transformers(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -298,7 +298,7 @@ def test_a_streamed_model_is_saved_and_generates_as_transformers_do(tmp_path):
 
 
 @pytest.mark.parametrize("options", [EngineOptions(), EngineOptions(swap="all")], ids=["recomputed", "swapped"])
-def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, options):
+def test_model_filling_a_key_value_cache_trains_as_in_memory(tmp_path, options):
     """transformers' models do so by default, in training too: recomputing a block must not add to the cache."""
     from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -336,7 +336,7 @@ def test_a_model_that_fills_a_cache_of_keys_trains_as_in_memory(tmp_path, option
 
 
 @pytest.mark.parametrize(("arm", "swap"), [("optimized", None), ("naive", None), ("optimized", "all")])
-def test_the_plan_is_the_ledger_of_a_run_entry_by_entry(tmp_path, arm, swap):
+def test_plan_equals_the_ledger_of_a_run_by_entry(tmp_path, arm, swap):
     spec = model_spec("qwen2.5-0.5b").twin(16)
     ledger = Ledger()
     ours = streamed(tmp_path, arm, spec.hf_config_dict(), ledger, swap, clip=1.0)
@@ -356,7 +356,7 @@ SEVEN, PLAN = model_spec("qwen2.5-7b"), ["plan", "--model", "qwen2.5-7b", "--sys
 _SIZE = "([0-9.]+) GiB"
 
 
-def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys):
+def test_plan_shows_disk_space_of_each_number_of_state_versions(capsys):
     assert main([*PLAN, "--clip", "0", "--checkpointing", "plain"]) == 0
     said = capsys.readouterr().out
     sizes = [f"two versions of the states: {_SIZE}", f"repeat a step: {_SIZE}", f"one alone: {_SIZE}"]
@@ -382,7 +382,7 @@ def test_the_plan_says_how_many_versions_of_the_states_there_are_and_why(capsys)
     ],
     ids=" ".join,
 )
-def test_the_plan_says_what_a_step_writes_and_why_gradients_wait(options, line, capsys):
+def test_plan_says_what_a_step_writes_and_why(options, line, capsys):
     assert main([*PLAN, *options]) == 0
     (said,) = (each for each in capsys.readouterr().out.splitlines() if "written per step" in each)
     assert line in said
@@ -392,14 +392,14 @@ def test_the_plan_says_what_a_step_writes_and_why_gradients_wait(options, line, 
     ("room", "versions", "status"),
     [(30, "two versions of the states:", 0), (20, "one version of the states, with", 0), (17, "", 1)],
 )
-def test_the_plan_keeps_as_many_versions_as_there_is_room_for(room, versions, status, capsys):
+def test_plan_keeps_as_many_state_versions_as_fit(room, versions, status, capsys):
     gib = room * SEVEN.parameters / 2**30
     assert main([*PLAN, "--clip", "0", "--ssd-space", f"{gib:.3f}"]) == status
     said = capsys.readouterr().out
     assert versions in said or status
 
 
-def test_the_plan_of_one_width_is_the_same_at_three_depths():
+def test_planned_host_memory_does_not_grow_with_depth():
     spec, sizes = model_spec("qwen2.5-7b").twin(8), []
     for layers in (14, 28, 56):
         deeper = dataclasses.replace(spec, layers=layers, config={**spec.config, "num_hidden_layers": layers})
@@ -409,7 +409,7 @@ def test_the_plan_of_one_width_is_the_same_at_three_depths():
     assert max(sizes) <= 1.01 * min(sizes)
 
 
-def test_the_plan_does_not_grow_with_the_vocabulary():
+def test_planned_host_memory_does_not_grow_with_the_vocabulary():
     spec, sizes = model_spec("qwen2.5-7b"), []
     for vocab in (32064, 152064, 304128):
         larger = dataclasses.replace(spec, vocab=vocab, config={**spec.config, "vocab_size": vocab})
@@ -432,13 +432,13 @@ def test_the_plan_does_not_grow_with_the_vocabulary():
     ],
     ids=["ranks", "checkpointing", "states", "8 bits", "system", "arm", "blocks", "writes"],
 )
-def test_what_it_cannot_do_is_refused_in_one_line(changes, message):
+def test_unsupported_options_are_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refused:
         check(dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(refused.value)
 
 
-def test_every_arm_is_described_and_can_be_planned_without_checkpoints():
+def test_every_arm_is_described_and_plain_checkpointing_is_planned():
     system = systems.load("lohan")
     assert list(system.arms) == list(system.describe()["arms"])
     work = Workload(spec=model_spec("qwen2.5-0.5b"), system="lohan", dtype="bf16", stack=Stack(checkpointing="plain"))

@@ -91,7 +91,7 @@ def train(of, optimizer, batches):
 
 
 @pytest.mark.parametrize(("kind", "blocks"), [(bart, 5), (t5, 6), (llama, 3)], ids=["bart", "t5", "llama"])
-def test_all_layers_are_streamed_and_what_is_saved_or_generated_is_that_of_training_in_memory(tmp_path, kind, blocks):
+def test_all_layers_stream_and_saved_weights_and_text_are_exact(tmp_path, kind, blocks):
     ours = made(kind)
     theirs = copy.deepcopy(ours)
     with streaming(tmp_path / "run") as session:
@@ -115,7 +115,7 @@ def test_all_layers_are_streamed_and_what_is_saved_or_generated_is_that_of_train
             assert torch.equal(values, expected[name]), name
 
 
-def test_generate_and_save_pretrained_between_backward_and_step_are_refused_and_leave_nothing(tmp_path):
+def test_generate_and_save_pretrained_are_refused_before_the_step(tmp_path):
     ours, ids = made(llama), data(1)[0]
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
@@ -156,7 +156,7 @@ def trained_by_trainer(of, optimizer, folder, **options):
     [({}, {"eval_strategy": "steps", "eval_steps": 2}), ({"accumulate": 2}, {"gradient_accumulation_steps": 2})],
     ids=["evaluation", "accumulation"],
 )
-def test_the_trainer_of_transformers_clips_logs_and_evaluates_as_in_memory(tmp_path, options, arguments):
+def test_trainer_clips_logs_and_evaluates_as_in_memory(tmp_path, options, arguments):
     ours, theirs = made(llama), made(llama)
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
@@ -173,9 +173,7 @@ def test_the_trainer_of_transformers_clips_logs_and_evaluates_as_in_memory(tmp_p
     [({}, {}, "wait=True"), ({"wait": True}, {"gradient_accumulation_steps": 2}, "accumulate=")],
     ids=["clipping", "accumulation"],
 )
-def test_what_the_trainer_of_transformers_needs_and_was_not_announced_is_one_line(
-    tmp_path, options, arguments, message
-):
+def test_trainer_settings_that_were_not_announced_are_refused(tmp_path, options, arguments, message):
     ours = made(llama)
     with streaming(tmp_path / "run") as session:
         session.hook(ours)

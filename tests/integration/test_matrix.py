@@ -87,12 +87,12 @@ def test_stock_on_nvme_and_all_parts_equal_the_reference(quick, name):
     assert_same(quick[name], quick["reference"])
 
 
-def test_all_parts_equal_the_reference_with_everything_that_can_happen(quick):
+def test_all_parts_equal_the_reference_under_all_conditions_together(quick):
     """One training has gradient accumulation, clipping, an overflow, frozen parameters and tied embeddings."""
     assert_same(quick["all-everything"], quick["reference-everything"])
 
 
-def test_thirty_steps_are_applied_and_the_overflow_is_skipped_with_half_the_scale(quick):
+def test_thirty_steps_apply_and_overflow_halves_the_scale(quick):
     plain, eventful = quick["reference"], quick["reference-everything"]
     assert len(plain["losses"]) - plain["skipped"][-1] == STEPS
     assert len(eventful["losses"]) - eventful["skipped"][-1] == STEPS
@@ -109,7 +109,7 @@ def test_the_training_learns(quick):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_every_part_alone_in_pairs_and_all_together(tmp_path, condition, model):
+def test_parts_alone_in_pairs_and_together_equal_the_reference(tmp_path, condition, model):
     others = {name: {"parts": parts} for name, parts in COMBINATIONS.items()} | STOCK
     jobs = [training(name, condition, model, **fields) for name, fields in others.items()]
     results = train_all([reference(condition, model), *jobs], tmp_path, timeout_s=3600)

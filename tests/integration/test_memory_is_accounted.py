@@ -22,7 +22,7 @@ def held(record, owner):
 
 
 @pytest.mark.parametrize("arm", EACH, ids="-".join)
-def test_locked_buffers_are_what_the_kernel_locks(record, arm):
+def test_locked_buffers_match_memory_locked_by_the_kernel(record, arm):
     memory = record(arm)["memory"]
     assert memory["locked_bytes"] == pytest.approx(memory["locked_buffers_bytes"], rel=0.02)
 
@@ -37,7 +37,7 @@ def test_no_ledger_entry_is_called_other(record):
 
 
 @pytest.mark.slow
-def test_the_chain_needs_one_and_a_quarter_times_the_gradient_buffer(record):
+def test_overflow_chain_takes_1_25_times_the_gradient_buffer(record):
     published = record(PUBLISHED)
     requested = next(
         e["requested_bytes"] for e in published["ledger"] if e["owner"] == "gradient_flat_buffer" and e["at_peak"]
@@ -50,7 +50,7 @@ def test_the_fused_check_needs_no_memory(record):
 
 
 @pytest.mark.slow
-def test_power_of_two_rounding_holds_more_than_was_asked_for(record):
+def test_power_of_two_allocator_reserves_rounded_sizes(record):
     entries = [e for e in record(PUBLISHED)["ledger"] if e["allocator"] == "power_of_two"]
     assert entries
     assert all(

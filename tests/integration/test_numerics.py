@@ -31,7 +31,7 @@ def test_fast_follows_exact_through_clipping_and_an_overflow(results, name):
         assert one == pytest.approx(other, rel=2e-3)
 
 
-def test_fast_is_not_exact_so_that_exact_has_to_be_the_default(results):
+def test_fast_numerics_differ_bitwise_from_exact(results):
     """If this fails, ours has become bitwise equal and may replace DeepSpeed's everywhere."""
     assert results["fast"]["weights_sha256"] != results["exact"]["weights_sha256"]
 
@@ -50,7 +50,7 @@ def test_our_adamw_differs_from_deepspeeds_by_rounding_alone():
     assert (ours - theirs).abs().max() < 1e-8
 
 
-def test_fast_refuses_another_optimizer():
+def test_fast_numerics_refuse_an_optimizer_other_than_adamw():
     from memascend.integrations.deepspeed.numerics import _require_cpu_adamw
 
     with pytest.raises(ValueError, match="AdamW") as caught:

@@ -67,7 +67,7 @@ def test_a_gathered_parameter_is_not_read_ahead(swapper):
     assert swapper.available_swap_in_buffers() == 1
 
 
-def test_a_read_that_must_not_fail_gets_a_buffer_beside_a_pool_that_is_being_gathered(swapper):
+def test_mandatory_read_gets_an_extra_buffer_during_a_gather(swapper):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "INFLIGHT"
@@ -80,7 +80,7 @@ def test_a_read_that_must_not_fail_gets_a_buffer_beside_a_pool_that_is_being_gat
     assert swapper.available_swap_in_buffers() == 1
 
 
-def test_what_was_read_ahead_is_given_back_before_a_step(swapper):
+def test_buffers_read_ahead_are_released_before_a_step(swapper):
     first = parameter(0)
     swapper.swap_in([first], async_op=True)
     swapper.synchronize_reads()
@@ -89,7 +89,7 @@ def test_what_was_read_ahead_is_given_back_before_a_step(swapper):
     assert first.ds_tensor.status.name == "NOT_AVAILABLE"
 
 
-def test_the_next_block_is_read_into_what_the_device_has_a_copy_of(swapper):
+def test_prefetch_reuses_a_buffer_the_device_has_copied(swapper):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "AVAILABLE"
@@ -165,7 +165,7 @@ def gathers(monkeypatch):
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
-def test_a_copy_that_nobody_waited_for_keeps_its_buffer_until_its_event_has_passed(swapper, device, gathers, coalesced):
+def test_copy_keeps_its_buffer_until_its_event_has_passed(swapper, device, gathers, coalesced):
     first, second = parameter(0), parameter(1)
     first.nvme_swapper = swapper
     swapper.swap_in([first], async_op=False)
@@ -179,7 +179,7 @@ def test_a_copy_that_nobody_waited_for_keeps_its_buffer_until_its_event_has_pass
     assert swapper.released_gathered == 1
 
 
-def test_a_read_that_must_not_fail_waits_for_the_event_of_the_buffer_that_it_takes(swapper, device, gathers):
+def test_mandatory_read_waits_for_the_event_of_its_buffer(swapper, device, gathers):
     first, second = parameter(0), parameter(1)
     first.nvme_swapper = swapper
     swapper.swap_in([first], async_op=False)
@@ -189,7 +189,7 @@ def test_a_read_that_must_not_fail_waits_for_the_event_of_the_buffer_that_it_tak
     assert (swapper.released_gathered, swapper.buffers_beside_pool) == (1, 0)
 
 
-def test_a_gather_by_a_way_that_is_not_known_keeps_its_buffer(swapper, device):
+def test_gather_without_an_event_keeps_its_buffer(swapper, device):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "AVAILABLE"  # no event tells when the device has its copy
@@ -200,7 +200,7 @@ def test_a_gather_by_a_way_that_is_not_known_keeps_its_buffer(swapper, device):
     assert torch.equal(first.ds_tensor, torch.zeros(NUMEL, dtype=torch.float16))
 
 
-def test_parameters_of_one_gather_do_not_take_each_other_s_buffers(swapper):
+def test_parameters_of_one_gather_keep_their_own_buffers(swapper):
     from deepspeed.runtime.zero import partition_parameters
 
     from memascend.integrations.deepspeed.gathers import watch_gathers
@@ -220,7 +220,7 @@ def test_parameters_of_one_gather_do_not_take_each_other_s_buffers(swapper):
         assert torch.equal(found.ds_tensor, torch.full((NUMEL,), float(number), dtype=torch.float16))
 
 
-def test_what_the_user_has_gathered_to_change_keeps_the_buffer_that_the_change_goes_through(swapper):
+def test_parameter_gathered_for_modification_keeps_its_buffer(swapper):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "AVAILABLE"
@@ -236,7 +236,7 @@ def test_what_the_user_has_gathered_to_change_keeps_the_buffer_that_the_change_g
     assert torch.equal(first.ds_tensor, torch.full((NUMEL,), 7.0, dtype=torch.float16))
 
 
-def test_before_there_is_a_pool_as_many_are_staged_as_are_asked_for(swapper):
+def test_without_a_pool_staging_buffers_grow_on_demand(swapper):
     from memascend.memory.ledger import Ledger
     from memascend.memory.pinned import PageAlignedPinnedAllocator
 
@@ -255,7 +255,7 @@ def test_before_there_is_a_pool_as_many_are_staged_as_are_asked_for(swapper):
     assert len([entry for entry in ledger.entries() if entry.died_s is None]) == 1
 
 
-def test_a_larger_class_is_named_once_with_the_shape_and_what_it_wastes(swapper, caplog):
+def test_pool_fallback_is_reported_once_with_shape_and_waste(swapper, caplog):
     small = parameter(1)
     small.ds_shape = (NUMEL // 8, 2)
     swapper.get_buffer(small, NUMEL // 4).fill_(3)
@@ -278,7 +278,7 @@ def test_only_rank_0_logs(swapper, caplog, monkeypatch):
     assert caplog.records == []
 
 
-def test_a_transfer_that_is_refused_or_lost_is_an_error_without_asserts():
+def test_refused_or_lost_transfer_raises_a_runtime_error():
     from memascend.integrations.deepspeed.handle_storage import HandleStorage
 
     handle = SimpleNamespace(async_pread=lambda *_: 0, async_pwrite=lambda *_: -1, wait=lambda: 0)
@@ -293,7 +293,7 @@ def test_a_transfer_that_is_refused_or_lost_is_an_error_without_asserts():
     assert read.done()
 
 
-def test_what_was_read_ahead_of_another_size_stays(swapper):
+def test_mandatory_read_evicts_only_prefetches_of_sufficient_size(swapper):
     from memascend.memory.pinned import PageAlignedPinnedAllocator
     from memascend.memory.pools import AdaptiveBufferPool, adaptive_pool_classes
 

@@ -25,13 +25,13 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["unplaced", "latency_first", "interleave", "named"])
-def test_placed_states_train_to_the_losses_of_stock_deepspeed(results, name):
+def test_placed_states_train_as_stock_deepspeed_does(results, name):
     for field in ("losses", "weights_sha256"):
         assert results[name][field] == results["stock"][field]
 
 
 @pytest.mark.parametrize("name", ["latency_first", "interleave", "named"])
-def test_masters_and_moments_come_from_our_allocator_with_their_whole_size(results, name):
+def test_states_and_gradients_come_entirely_from_our_allocator(results, name):
     found, parameters = results[name]["bytes_by_class"], results[name]["parameters"]
     for state in ("master_weights", "momentum", "variance", "gradients"):
         assert sum(found[state].values()) >= 4 * parameters

@@ -101,11 +101,11 @@ def slow(spec, options):
     ],
     ids=["defaults", "used as they come", "one version", "torn", "8 bits", "torn and clipped"],
 )
-def test_a_plan_is_within_a_hundredth_of_the_run(tmp_path, spec, options):
+def test_plan_is_within_one_percent_of_the_run(tmp_path, spec, options):
     assert_the_plan_is_the_run(tmp_path, spec, **options)
 
 
-def test_a_plan_counts_the_memory_of_saves_while_training_goes_on(tmp_path):
+def test_plan_counts_the_memory_of_background_saves(tmp_path):
     (tmp_path / "saves").mkdir()
     assert_the_plan_is_the_run(tmp_path / "saves", UNTIED, save_every=1, clip=NOT_REACHED)
     plans = {
@@ -120,7 +120,7 @@ def test_a_plan_counts_the_memory_of_saves_while_training_goes_on(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("clip", "clipped"), [(1e-6, 0.0), (NOT_REACHED, 1.0)], ids=["done again", "waiting"])
-def test_what_a_plan_says_of_clipped_steps_is_within_a_hundredth_of_the_run(tmp_path, clip, clipped, accumulate):
+def test_planned_traffic_of_clipped_steps_is_within_one_percent(tmp_path, clip, clipped, accumulate):
     config = config_of(tmp_path, clip=clip, accumulate=accumulate)
     run = run_of(workload_of_run(config, TIED, CONTEXT))
     steps = [run.traffic(waiting=True), *([] if clipped else [run.traffic()])]
@@ -143,7 +143,7 @@ def test_what_a_plan_says_of_clipped_steps_is_within_a_hundredth_of_the_run(tmp_
     ],
     ids=lambda types: " ".join(types.values()),
 )
-def test_every_plan_is_within_a_hundredth_of_the_run(tmp_path, types, state_versions, checkpointing):
+def test_every_plan_is_within_one_percent_of_the_run(tmp_path, types, state_versions, checkpointing):
     for spec, clip, accumulate in itertools.product((TIED, UNTIED), (0.0, NOT_REACHED), (1, 2, 4)):
         folder = tmp_path / f"{spec.label}-{clip:g}-{accumulate}"
         folder.mkdir()

@@ -57,7 +57,7 @@ def pair(request, tmp_path_factory):
     return plan, json.loads(result.read_text())
 
 
-def test_the_bytes_of_each_phase_are_those_of_the_plan(pair):
+def test_bytes_of_each_phase_match_the_plan(pair):
     """Backward finds the output matrix and the last block still in memory, but the plan counts them. From the second
     step on the prefetcher reads (part of) the block before it while forward ends. The last gradients wait in an
     optimizer buffer, small ones in memory, and are written when the optimizer begins."""
@@ -84,7 +84,7 @@ def test_the_bytes_of_each_phase_are_those_of_the_plan(pair):
     assert measured == pytest.approx(planned, rel=0.02)
 
 
-def test_every_buffer_of_the_plan_is_in_the_run_within_two_percent(pair):
+def test_large_planned_buffers_match_the_run_within_two_percent(pair):
     plan, run = pair
     planned: dict[str, int] = {}
     for entry in plan["ledger"]:
@@ -99,7 +99,7 @@ def test_every_buffer_of_the_plan_is_in_the_run_within_two_percent(pair):
         assert held.get(owner, 0) == pytest.approx(size, rel=0.02), (owner, held)
 
 
-def test_the_swap_files_take_what_the_plan_says(pair):
+def test_swap_files_match_the_planned_size(pair):
     plan, run = pair
     assert run["stored"] == pytest.approx(plan["ssd_bytes"], rel=0.05)
 
@@ -146,7 +146,7 @@ def drop_in(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model", DROP_IN)
-def test_the_plan_of_a_users_configuration_is_the_run_entry_by_entry(drop_in, capsys, model):
+def test_plan_of_a_users_configuration_matches_the_run_by_entry(drop_in, capsys, model):
     """Every buffer that the run's allocators returned is in the plan and vice versa, each within 2 %."""
     config, models, runs = drop_in
     arguments = ["plan", "--model", str(models[model].parent), "--ds-config", str(config), "--context", str(CONTEXT)]
@@ -166,7 +166,7 @@ def test_the_plan_of_a_users_configuration_is_the_run_entry_by_entry(drop_in, ca
     assert total["plan"] == pytest.approx(total["run"], rel=0.02)
 
 
-def test_the_configuration_of_the_baseline_is_accepted_too(tmp_path):
+def test_baseline_configuration_is_accepted_too(tmp_path):
     """DeepSpeed's own parser accepts it, and so does enable(): a stock configuration needs no section of ours."""
     import memascend
 

@@ -72,7 +72,7 @@ ARMS = (*ON_ONE, "mlp_offload", "as_published", "multi_path_only", "weights_on_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", "hard"])
-def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path, case):
+def test_cumulative_arms_train_identically_on_throttled_paths(tmp_path, case):
     """Figs. 14 and 15: each switch is added in turn, and alone, over two drives of 40 and 20 MB/s."""
     options = SMALL if case == "plain" else HARD
     with throttled_paths(tmp_path, [40_000_000, 20_000_000]) as paths:
@@ -96,7 +96,7 @@ def test_the_cumulative_arms_train_to_the_same_bits_on_throttled_paths(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_host_budget_says_how_many_sub_groups_stay(tmp_path):
+def test_larger_host_budget_moves_fewer_bytes(tmp_path):
     small = {name: value for name, value in SMALL.items() if name != "layers"} | {"layers": 3}
     leave_out = ("zero_optimization.offload_optimizer.buffer_count",)
     jobs = [
@@ -109,7 +109,7 @@ def test_a_host_budget_says_how_many_sub_groups_stay(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_path_that_fills_leaves_its_sub_groups_to_the_other(tmp_path):
+def test_full_path_leaves_sub_groups_to_the_other_path(tmp_path):
     with small_file_system(tmp_path / "b", 4 << 20):
         jobs = [
             Job(name="plain", **SMALL),
@@ -124,7 +124,7 @@ def test_a_path_that_fills_leaves_its_sub_groups_to_the_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_checkpoint_goes_on(tmp_path):
+def test_error_names_vanished_path_and_checkpoint_resumes_without_it(tmp_path):
     paths = tiers(tmp_path, aio="file", tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
     jobs = [
@@ -142,7 +142,7 @@ def test_a_path_that_vanishes_ends_in_an_error_that_names_what_is_lost_and_the_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file_system", "aio"), [("xfs", "direct"), ("xfs", "file"), ("btrfs", "direct")])
-def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_paths(tmp_path, file_system, aio):
+def test_checkpoint_references_data_and_survives_removal_of_all_paths(tmp_path, file_system, aio):
     """Pre-staging (3.3): data on the path with reflinks, or in files, are shared; the other path's part is copied."""
     with file_system_with_reflinks(tmp_path, file_system) as shared:
         (tmp_path / "other").mkdir()
@@ -165,7 +165,7 @@ def test_a_checkpoint_references_what_lies_on_its_file_system_and_outlives_all_p
 
 
 @pytest.mark.slow
-def test_a_raw_device_is_a_path_as_a_folder_is(tmp_path):
+def test_raw_device_can_be_a_path_like_a_folder(tmp_path):
     with loop_device(tmp_path, 256 << 20) as device:
         paths = tiers(tmp_path, names="a", tier_placement=[1, 1])
         paths["tiers"].append(device)
@@ -185,7 +185,7 @@ def test_a_raw_device_is_a_path_as_a_folder_is(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 7))])
-def test_killed_at_a_random_instant_of_a_re_homing_it_resumes_to_the_same_bits(tmp_path, seed):
+def test_run_killed_while_rehoming_resumes_to_same_bits(tmp_path, seed):
     """The kill comes at one of the 16 to 20 tensors that move in a step or two, or up to 20 ms later."""
     chance = random.Random(seed)
     paths = tiers(tmp_path, tier_placement=[1, 1])
@@ -212,7 +212,7 @@ def test_killed_at_a_random_instant_of_a_re_homing_it_resumes_to_the_same_bits(t
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
+def test_path_faults_keep_the_bits_or_name_what_is_lost(tmp_path):
     """EIO, ENOSPC, a hang and a vanished path, at three instants each.
 
     The training ends with the same weights, or names what is lost, and a resume from the checkpoint without that path
@@ -245,7 +245,7 @@ def test_whatever_becomes_of_a_path_at_any_instant_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_path_that_seemed_slow_at_the_start_gets_its_share_in_a_training_that_computes_the_same(tmp_path):
+def test_path_measured_slow_at_start_gets_its_share_later(tmp_path):
     steps = {**SMALL, "steps": 12}
     disturbed = (3, str(tmp_path / "b"), "disturbed", 0)
     jobs = [
@@ -262,7 +262,7 @@ def test_a_path_that_seemed_slow_at_the_start_gets_its_share_in_a_training_that_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eio", "full", "hang"])
-def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_computes_the_same(tmp_path, kind):
+def test_path_that_fails_and_recovers_gets_its_share_again(tmp_path, kind):
     steps = {**SMALL, "steps": 14}
     fault = {"path_fault": (3, str(tmp_path / "b"), kind, 5), "heal_at": 6}
     jobs = [
@@ -284,7 +284,7 @@ def test_a_path_that_fails_and_comes_back_gets_its_share_in_a_training_that_comp
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_processes_whose_path_fails_or_fills_and_comes_back_train_the_same(tmp_path):
+def test_four_processes_train_identically_after_a_path_recovers(tmp_path):
     """The fault comes in each process separately, at three instants; they take
     turns on the paths, also when they retry one."""
     steps = {**SMALL, "steps": 10}
@@ -306,7 +306,7 @@ def test_four_processes_whose_path_fails_or_fills_and_comes_back_train_the_same(
 
 
 @pytest.mark.slow
-def test_a_write_budget_stops_a_training_and_the_checkpoint_goes_on(tmp_path):
+def test_write_budget_stops_training_and_the_checkpoint_resumes(tmp_path):
     paths = tiers(tmp_path, tier_placement=[1, 1])
     saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
     budget = {"write_budget": "1MiB", "write_budget_stops": True}

@@ -41,7 +41,7 @@ def train(backend, first, last):
     ],
     ids=["dropout", "vertical", "fp16", "horizontal", "8 bits"],
 )
-def test_fifty_steps_of_which_some_are_done_again_are_those_of_training_in_memory(tmp_path, model, changes):
+def test_speculated_steps_including_repeated_ones_match_training_in_memory(tmp_path, model, changes):
     tied = {"tie_word_embeddings": changes.pop("tie_word_embeddings", False)}
     ours = streamed(tmp_path, model=model | tied, clip=CLIP, **changes)
     theirs = in_memory(model | tied, clip=CLIP, **changes)
@@ -58,7 +58,7 @@ def test_fifty_steps_of_which_some_are_done_again_are_those_of_training_in_memor
     ours.close()
 
 
-def test_a_run_that_goes_on_has_seen_what_it_had_seen(tmp_path):
+def test_resumed_run_speculates_from_its_first_step(tmp_path):
     """It speculates from its first step on; a new run lets the first two steps wait."""
     ours = streamed(tmp_path, clip=CLIP)
     made = train(ours, 0, 5)
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_has_seen_what_it_had_seen(tmp_path):
     again.close()
 
 
-def test_a_step_says_when_gradients_wait_no_more_and_why(tmp_path):
+def test_remark_says_whether_gradients_wait_for_their_norm(tmp_path):
     ours = streamed(tmp_path, clip=CLIP)
     said = []
     for step in range(4):
@@ -88,7 +88,7 @@ def test_a_step_says_when_gradients_wait_no_more_and_why(tmp_path):
     ours.close()
 
 
-def test_one_version_of_the_states_waits_and_says_nothing_new(tmp_path):
+def test_one_state_version_never_speculates_and_says_nothing(tmp_path):
     ours = streamed(tmp_path, clip=CLIP)
     ours.close()
     settings = {**ours._settings, "folder": str(tmp_path / "one"), "versions": 1}

@@ -25,13 +25,13 @@ def clipped(tmp_path_factory):
     return unused_parameter_trainings.train_all(jobs, tmp_path_factory.mktemp("clipped"))
 
 
-def test_with_one_sub_group_size_the_offloads_are_equal_to_the_last_bit(clipped):
+def test_equal_sub_group_sizes_give_bitwise_equal_results(clipped):
     derived, same = clipped["derived"], clipped["same_in_memory"]
     for what in ("losses", "norms", "tensors"):
         assert derived[what] == same[what], what
 
 
-def test_another_sub_group_size_rounds_the_clipping_norm_and_no_more(clipped):
+def test_another_sub_group_size_changes_norm_and_losses_only_slightly(clipped):
     """The first loss is before any update, and the first norm is of the same gradients."""
     derived, default = clipped["derived"], clipped["default_in_memory"]
     assert derived["losses"][0] == default["losses"][0]
@@ -39,7 +39,7 @@ def test_another_sub_group_size_rounds_the_clipping_norm_and_no_more(clipped):
     assert derived["losses"] == pytest.approx(default["losses"], rel=1e-2)
 
 
-def test_without_clipping_and_with_whole_vectors_it_changes_nothing(tmp_path):
+def test_unclipped_training_on_whole_vectors_ignores_sub_group_size(tmp_path):
     """Every tensor of this model is a multiple of 16 elements: no vector of DeepSpeed's AdamW is cut."""
     shared = {"model": "llama-3.1-8b", "dtype": "bf16", "layers": 1, "steps": 4}
     unclipped = {"gradient_clipping": 0.0}

@@ -37,7 +37,7 @@ def arguments():
     }
 
 
-def test_what_is_left_out_is_filled_in_and_said_in_one_line():
+def test_omitted_settings_are_derived_and_reported_in_one_line():
     derived, kwargs = DerivedSettings(offloaded(pipeline_read=True)), arguments()
     derived.fill_stage3(torch_optimizer([100, 200], [300]), kwargs)
     assert kwargs["sub_group_size"] == sub_group_size([[100, 200], [300]])
@@ -49,7 +49,7 @@ def test_what_is_left_out_is_filled_in_and_said_in_one_line():
         assert said in line
 
 
-def test_only_deepspeed_s_adamw_needs_no_buffer_for_kept_gradients(monkeypatch):
+def test_only_deepspeeds_adamw_needs_no_buffer_for_kept_gradients(monkeypatch):
     counts = []
     for adamw in (object, type(torch_optimizer([100]))):
         monkeypatch.setattr("memascend.integrations.deepspeed.auto_settings.DeepSpeedCPUAdam", adamw)
@@ -59,7 +59,7 @@ def test_only_deepspeed_s_adamw_needs_no_buffer_for_kept_gradients(monkeypatch):
     assert counts == [8, 6]
 
 
-def test_what_the_user_set_is_kept():
+def test_settings_of_the_user_are_kept():
     config = offloaded(buffer_count=5)
     config["zero_optimization"] |= {"sub_group_size": 1e9}
     config["zero_optimization"]["offload_param"]["max_in_cpu"] = 1e9
@@ -71,7 +71,7 @@ def test_what_the_user_set_is_kept():
     assert derived.chosen == {}
 
 
-def test_auto_is_left_out():
+def test_auto_counts_as_omitted():
     config = offloaded(buffer_count="auto")
     config["zero_optimization"]["sub_group_size"] = "auto"
     derived, kwargs = DerivedSettings(config), arguments()
@@ -86,7 +86,7 @@ def test_too_few_optimizer_buffers_are_warned_about():
     assert DerivedSettings(offloaded(buffer_count=4)).warnings() == []
 
 
-def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(monkeypatch):
+def test_small_host_budget_for_busy_paths_is_reported_and_obeyed(monkeypatch):
     config, said = offloaded(), []
     config["zero_optimization"]["sub_group_size"] = 100
     monkeypatch.setattr("memascend.integrations.deepspeed.auto_settings.announce", said.append)
@@ -101,7 +101,7 @@ def test_a_host_budget_with_too_little_room_for_busy_paths_is_told_and_kept_to(m
     assert counts == {8000: cached_sub_group_buffers(False, 4), 10**6: cached_sub_group_buffers(False, 10)}
 
 
-def test_nothing_is_derived_for_what_is_not_on_nvme():
+def test_no_settings_are_derived_without_nvme_offload():
     derived, kwargs = DerivedSettings({"zero_optimization": {"stage": 3}}), arguments()
     derived.fill_stage3(torch_optimizer([100]), kwargs)
     assert derived.chosen == {}

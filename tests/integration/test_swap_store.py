@@ -47,7 +47,7 @@ def tensors(count=6):
     return [torch.randn(997 * (i + 1) ** 3, generator=generator) for i in range(count)]
 
 
-def test_what_was_written_is_read_at_any_address_and_length(store, folder):
+def test_written_tensors_are_read_at_any_address_and_length(store, folder):
     handle = handle_on(store)
     arena = torch.zeros(sum(t.numel() for t in tensors()) + 64)
     for i, tensor in enumerate(tensors()):
@@ -62,7 +62,7 @@ def test_what_was_written_is_read_at_any_address_and_length(store, folder):
     assert torch.equal(arena[3:begin], torch.cat(tensors()))
 
 
-def test_the_padding_of_a_tensor_may_be_read_though_the_tensor_alone_was_written(store, folder):
+def test_padded_read_works_though_only_the_tensor_was_written(store, folder):
     """DeepSpeed 0.16 reads it; a longer read is an error."""
     handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), IO, store).aio_handle(intra_op_parallelism=2)
     path, tensor = str(folder / "0.tensor.swp"), tensors(1)[0]
@@ -78,7 +78,7 @@ def test_the_padding_of_a_tensor_may_be_read_though_the_tensor_alone_was_written
         handle.async_pread(torch.zeros(tensor.numel() + 512), path)
 
 
-def test_the_last_version_is_read_without_a_wait_between(store, folder):
+def test_read_without_waiting_sees_the_latest_write(store, folder):
     path, out = str(folder / "w.tensor.swp"), torch.empty(300_000)
     handle, other = handle_on(store), handle_on(store)
     for value in range(5):
@@ -97,7 +97,7 @@ def test_each_handle_waits_for_its_own_requests(store, folder):
     assert first.wait() == 0
 
 
-def test_no_file_for_a_tensor_and_none_left_after_the_end(store, folder, tmp_path):
+def test_store_has_one_file_and_removes_it_on_close(store, folder, tmp_path):
     handle = handle_on(store)
     handle.sync_pwrite(torch.ones(1000), str(folder / "a.tensor.swp"), 0)
     [path] = store.paths
@@ -126,7 +126,7 @@ class SmallVolume:
         return (self._size - self.used_bytes) // self.f_frsize
 
 
-def test_a_volume_of_60_mib_holds_as_many_tensors_as_have_room_there(store, folder, tmp_path, monkeypatch):
+def test_small_volume_is_filled_before_a_write_fails(store, folder, tmp_path, monkeypatch):
     volume = SmallVolume(tmp_path, 60 << 20)
     monkeypatch.setattr("memascend.storage.scratch.os.statvfs", volume)
     handle = handle_on(store)
@@ -140,7 +140,7 @@ def test_a_volume_of_60_mib_holds_as_many_tensors_as_have_room_there(store, fold
     assert bool((out == 28).all())
 
 
-def test_whether_the_page_cache_is_in_the_way_is_told(store, folder, monkeypatch):
+def test_store_reports_whether_io_is_direct(store, folder, monkeypatch):
     assert store.direct
     handle = handle_on(store)
     handle.sync_pwrite(torch.ones(100), str(folder / "0.tensor.swp"))
@@ -149,7 +149,7 @@ def test_whether_the_page_cache_is_in_the_way_is_told(store, folder, monkeypatch
     assert not store.direct
 
 
-def test_a_swap_file_says_which_program_made_it(store, folder, monkeypatch):
+def test_swap_file_names_the_program_that_made_it(store, folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/finetune.py"])
     monkeypatch.delenv("RANK", raising=False)
     handle = handle_on(store)  # the store is closed with its last handle
@@ -157,7 +157,7 @@ def test_a_swap_file_says_which_program_made_it(store, folder, monkeypatch):
     assert _C.storage_superblock(store.paths[0])["owner"] == owner_name() == "finetune.py"
 
 
-def test_two_nvme_paths_have_a_store_each(tmp_path):
+def test_each_nvme_path_has_its_own_store(tmp_path):
     store = SwapStore([tmp_path / "a", tmp_path / "b"], IO, Ledger())
     handle = handle_on(store)
     for folder in "ab":
@@ -166,7 +166,7 @@ def test_two_nvme_paths_have_a_store_each(tmp_path):
     store.close()
 
 
-def test_what_the_engines_hold_is_in_the_ledger_while_they_live(tmp_path):
+def test_engine_buffers_are_in_the_ledger_while_open(tmp_path):
     ledger = Ledger()
     store = SwapStore([tmp_path], IO, ledger)
     assert not ledger.entries()
@@ -185,7 +185,7 @@ def test_what_the_engines_hold_is_in_the_ledger_while_they_live(tmp_path):
     assert not ledger.live()
 
 
-def test_any_other_path_is_a_file(store, tmp_path):
+def test_other_paths_are_ordinary_files(store, tmp_path):
     handle, path = handle_on(store), tmp_path / "checkpoint.bin"
     handle.sync_pwrite(torch.arange(1000), str(path), 0)
     assert path.stat().st_size == 8000
@@ -196,12 +196,12 @@ def test_any_other_path_is_a_file(store, tmp_path):
     assert store.paths == []
 
 
-def test_what_was_never_written_cannot_be_read(store, folder):
+def test_tensor_never_written_cannot_be_read(store, folder):
     with pytest.raises(ValueError, match=r"never\.tensor\.swp"):
         handle_on(store).async_pread(torch.empty(10), str(folder / "never.tensor.swp"), 0)
 
 
-def test_one_failed_transfer_fails_the_wait_and_the_rest_is_accounted_for(store, folder):
+def test_failed_transfer_fails_the_wait_and_none_stays_pending(store, folder):
     handle, out = handle_on(store), [torch.empty(1 << 20), torch.empty(1 << 20)]
     for i in range(2):
         handle.async_pwrite(torch.ones(1 << 20), str(folder / f"{i}.tensor.swp"), 0)
@@ -232,7 +232,7 @@ except StorageError as error:
 
 
 @pytest.mark.parametrize("engine", ["direct", "file"])
-def test_a_write_for_which_there_is_no_space_is_an_error(engine, tmp_path):
+def test_write_without_free_space_is_an_error(engine, tmp_path):
     (tmp_path / "zero_stage_3").mkdir()
     script = FULL if engine == "file" else FULL.replace("{i % 2}", "{i}").replace("i // 2 << 25", "0")
     preamble = f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
@@ -245,7 +245,7 @@ def test_a_write_for_which_there_is_no_space_is_an_error(engine, tmp_path):
     assert "File too large" in done.stdout
 
 
-def test_what_forward_and_backward_wait_for_goes_first(store, folder, tmp_path, monkeypatch):
+def test_parameter_reads_have_priority_over_other_transfers(store, folder, tmp_path, monkeypatch):
     """The handle sets the priority: the same path has another priority through another handle."""
     priorities = []
 
@@ -266,7 +266,7 @@ def test_what_forward_and_backward_wait_for_goes_first(store, folder, tmp_path, 
     assert priorities == [WRITE, PARAMETER_READ, WRITE, OPTIMIZER_READ] == [0, 2, 0, 1]
 
 
-def test_two_stores_of_files_in_one_folder_keep_their_own(tmp_path):
+def test_two_file_stores_in_one_folder_do_not_mix(tmp_path):
     """Two trainings of one model: DeepSpeed gives their tensors the same
     paths, and removes the files that it finds there."""
     stores = [SwapStore([tmp_path], IO, Ledger(), kind="file") for _ in range(2)]
@@ -284,7 +284,7 @@ def test_two_stores_of_files_in_one_folder_keep_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["direct", "file"])
-def test_a_store_goes_with_its_last_user(kind, tmp_path):
+def test_store_is_removed_with_its_last_user(kind, tmp_path):
     store = SwapStore([tmp_path], IO, Ledger(), kind=kind)
     states, parameters = handle_on(store), handle_on(store)
     paths = [str(tmp_path / "zero_stage_3" / name) for name in ("states.swp", "parameters.swp")]
@@ -307,7 +307,7 @@ def test_a_store_goes_with_its_last_user(kind, tmp_path):
     assert [found for found in tmp_path.rglob("*") if found.is_file()] == []
 
 
-def test_a_store_goes_when_its_users_are_collected(tmp_path):
+def test_store_is_removed_when_its_users_are_collected(tmp_path):
     store = SwapStore([tmp_path], IO, Ledger())
     handle = handle_on(store)
     handle.sync_pwrite(torch.ones(5000), str(tmp_path / "zero_stage_3" / "w.swp"))
@@ -348,7 +348,7 @@ def registers(tmp_path):
 
 
 @pytest.mark.usefixtures("registers")
-def test_swap_buffers_are_registered_until_they_are_freed_or_their_training_is_over(store, folder):
+def test_swap_buffers_stay_registered_until_freed_or_training_ends(store, folder):
     handle, other = handle_on(store), handle_on(store)
     early = swap_out_buffer(handle, 100_000)
     handle.new_cpu_locked_tensor(1000, torch.empty(0))  # for any other caller, which may drop it at any time
@@ -368,7 +368,7 @@ def test_swap_buffers_are_registered_until_they_are_freed_or_their_training_is_o
 
 
 @pytest.mark.usefixtures("registers")
-def test_a_buffer_at_the_address_of_a_freed_one_is_its_own(store, folder):
+def test_buffer_at_a_freed_address_is_registered_anew(store, folder):
     """A ring that still had the old pages registered would read into them."""
     handle, paths = handle_on(store), [str(folder / f"{value}.tensor.swp") for value in range(20)]
     addresses = set()
@@ -385,7 +385,7 @@ def test_a_buffer_at_the_address_of_a_freed_one_is_its_own(store, folder):
 
 
 @pytest.mark.usefixtures("registers")
-def test_a_tier_that_opens_again_registers_again(store, folder):
+def test_reopened_tier_registers_buffers_again(store, folder):
     handle = handle_on(store)
     buffer = swap_out_buffer(handle, 1000)
     for _ in range(2):
@@ -395,7 +395,7 @@ def test_a_tier_that_opens_again_registers_again(store, folder):
         assert store.registered_bytes == 0
 
 
-def test_a_tier_that_cannot_register_transfers_all_the_same(store, folder, monkeypatch):
+def test_tier_that_cannot_register_buffers_still_transfers(store, folder, monkeypatch):
     monkeypatch.setattr(DirectTier, "register", lambda self, tensor: False)
     handle = handle_on(store)
     buffer = swap_out_buffer(handle, 1000)
@@ -406,7 +406,7 @@ def test_a_tier_that_cannot_register_transfers_all_the_same(store, folder, monke
     assert handle.free_cpu_locked_tensor(buffer)
 
 
-def test_the_handle_reports_what_it_was_asked_for(store):
+def test_handle_reports_its_requested_settings(store):
     handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), IO, store).aio_handle(2048, 7, True, False, 3)
     assert (handle.get_block_size(), handle.get_queue_depth(), handle.get_single_submit()) == (2048, 7, True)
     assert (handle.get_overlap_events(), handle.get_intra_op_parallelism(), handle.get_alignment()) == (False, 3, 1536)

@@ -43,7 +43,7 @@ def finished(tmp_path_factory):
     return finished_run(tmp_path_factory)
 
 
-def test_the_result_is_a_model_that_transformers_loads_and_that_writes(finished):
+def test_trained_model_loads_in_transformers_and_generates(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, info = AutoModelForCausalLM.from_pretrained(finished / "model", output_loading_info=True)
@@ -56,7 +56,7 @@ def test_the_result_is_a_model_that_transformers_loads_and_that_writes(finished)
     assert tokenizer.decode(out[0]).startswith("def main(")
 
 
-def test_the_saved_weights_evaluate_to_the_loss_that_training_printed(finished):
+def test_saved_weights_evaluate_to_the_printed_loss(finished):
     import numpy as np
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def test_the_saved_weights_evaluate_to_the_loss_that_training_printed(finished):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_trained_weights_are_the_start_of_another_run(finished, tmp_path):
+def test_another_run_starts_from_trained_weights(finished, tmp_path):
     """Loaded under zero.Init, not trained (learning rate 0) and evaluated: the last loss of the run that made them."""
     work = ["--data", str(finished.parent / "text"), "--files", "*.py", "--context", "32", "--learning-rate", "0"]
     evaluate = ["--steps", "1", "--eval-sequences", "2", "--eval-share", "0.1"]
@@ -98,7 +98,7 @@ def test_training_lowers_the_loss_and_says_what_it_does(finished):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU does not keep one waiting")
 @pytest.mark.slow
-def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_path):
+def test_cpu_run_announces_a_long_first_step(finished, tmp_path):
     options = ["--context", "600", "--steps", "1", "--eval-sequences", "0", "--accumulate", "1", "--batch", "2"]
     done = train(tmp_path / "run", *options_for(finished.parent / "text"), *options)
     assert done.returncode == 0, done.stderr
@@ -110,7 +110,7 @@ def test_a_cpu_says_before_a_long_first_step_what_it_waits_for(finished, tmp_pat
     assert "note: no GPU" not in (finished.parent / "said").read_text()
 
 
-def test_the_trace_of_a_step_holds_its_phases_its_blocks_and_every_byte_that_was_swapped(finished, tmp_path):
+def test_trace_holds_phases_blocks_and_all_swapped_bytes(finished, tmp_path):
     events, facts = read_trace(finished.parent / "trace.json")
     assert (facts["lane"], facts["system"], facts["arm"], facts["step"]) == ("measured", "memascend", "memascend", 2)
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_the_trace_of_a_step_holds_its_phases_its_blocks_and_every_byte_that_was
     assert sum(event.amount for event in events if event.name.startswith("AdamW")) == parameters
 
 
-def test_a_simulated_step_and_a_measured_one_are_set_side_by_side(finished, tmp_path):
+def test_simulated_and_measured_steps_are_compared(finished, tmp_path):
     work = ["--context", "32", "--accumulate", "2", "--testbed", "memascend-c1", "--trace", str(tmp_path / "plan.json")]
     memascend = [sys.executable, "-m", "memascend.cli"]
     assert forked.run([*memascend, "plan", *MODEL, *work]).returncode == 0
@@ -141,7 +141,7 @@ def test_a_simulated_step_and_a_measured_one_are_set_side_by_side(finished, tmp_
     assert read["b_amount"] == pytest.approx(read["a_amount"], rel=0.02)
 
 
-def test_checkpoints_are_kept_as_asked_and_their_checksums_hold(finished):
+def test_requested_checkpoints_are_kept_with_valid_checksums(finished):
     found, refused = listed(finished / "checkpoints")
     assert refused == []
     assert [one.step for one in found] == [STEPS - 4, STEPS - 2, STEPS]
@@ -164,7 +164,7 @@ def test_the_report_accounts_for_the_peak_to_the_byte(finished):
     assert "peak of resident memory" in (finished / "report.md").read_text()
 
 
-def test_nothing_is_left_of_a_run_that_ended(finished):
+def test_finished_run_leaves_no_temporary_files(finished):
     assert not (finished / "swap").exists()
     assert not list((finished / "checkpoints").glob(".*"))
 
@@ -187,7 +187,7 @@ def test_a_finished_run_has_nothing_to_resume(finished):
         assert (finished / "config.yaml").read_bytes() == before  # a call that did nothing changes no option
 
 
-def test_a_last_evaluation_that_was_interrupted_is_made_by_a_resume(finished, tmp_path):
+def test_resume_makes_an_interrupted_last_evaluation(finished, tmp_path):
     shutil.copytree(finished, output := tmp_path / "run", symlinks=True)
     (output / "model").unlink()
     (output / "model").symlink_to(next((output / "checkpoints").glob(f"*{STEPS}")) / "model")
@@ -205,7 +205,7 @@ def test_a_last_evaluation_that_was_interrupted_is_made_by_a_resume(finished, tm
 
 
 @pytest.mark.slow
-def test_a_streamed_run_goes_on_from_a_checkpoint_where_the_tier_has_kept_nothing(tmp_path, tmp_path_factory):
+def test_streamed_run_without_kept_states_resumes_from_a_checkpoint(tmp_path, tmp_path_factory):
     """Two versions of the states are then written before the first step."""
     reference, output = finished_run(tmp_path_factory, "lohan"), tmp_path / "run"
     shutil.copytree(reference, output, symlinks=True)
@@ -221,7 +221,7 @@ def changed_at(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(finished, tmp_path):
+def test_dry_run_describes_the_training_and_leaves_nothing(finished, tmp_path):
     done = train(tmp_path / "new" / "run", *options_for(finished.parent / "text"), "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
@@ -243,7 +243,7 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(finished, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_info_says_how_far_a_run_is_and_what_to_type_next(finished, tmp_path, capsys):
+def test_info_shows_progress_and_the_next_command(finished, tmp_path, capsys):
     assert main(["info", str(finished)]) == 0
     said = capsys.readouterr().out
     assert f"step         {STEPS} of {STEPS}" in said
@@ -267,7 +267,7 @@ def test_info_says_how_far_a_run_is_and_what_to_type_next(finished, tmp_path, ca
     assert "holds no run" in capsys.readouterr().err
 
 
-def test_a_resumed_run_keeps_its_settings(finished):
+def test_resume_with_a_different_seed_is_refused(finished):
     done = train(finished, "--resume", "--seed", "5")
     assert done.returncode == 2
     assert "'seed' was 0, not 5" in done.stderr
@@ -276,7 +276,7 @@ def test_a_resumed_run_keeps_its_settings(finished):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("more", [("--checkpointing", "plain"), ("--checkpointing", "none")], ids=" ".join)
-def test_where_checkpoints_wait_changes_no_loss(finished, tmp_path_factory, more):
+def test_activation_checkpointing_mode_changes_no_loss(finished, tmp_path_factory, more):
     assert losses(finished_run(tmp_path_factory, "memascend", *more)) == losses(finished)
 
 
@@ -330,7 +330,7 @@ def bytes_written_to(device):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("raw_devices", [1], indirect=True)
-def test_a_raw_device_trains_alike_also_after_a_kill(finished, raw_devices, tmp_path):
+def test_run_on_raw_devices_has_equal_losses_after_a_kill(finished, raw_devices, tmp_path):
     output, options = tmp_path / "run", options_for(finished.parent / "text")
     with subprocess.Popen(command(output, *options, "--devices", *raw_devices), env=environment()) as run:
         while len(listed(output / "checkpoints")[0]) < 2:
@@ -397,7 +397,7 @@ def test_torchrun_starts_the_same_run(tmp_path, tmp_path_factory):
     assert losses(tmp_path / "run") == losses(two)
 
 
-def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_path):
+def test_verify_finds_equal_bits_and_a_single_changed_element(tmp_path):
     """The SSD is compared with plain PyTorch in memory; then one bit of a weight of the tested run is changed."""
     work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--accumulate", "2"]
     verifying = [sys.executable, "-m", "memascend.cli", "verify", *work, "--steps", "2", "--json"]
@@ -425,7 +425,7 @@ def test_verify_finds_equal_bits_and_then_the_one_element_that_was_changed(tmp_p
     assert changed["tensors"]["master weights"]["different"] == 0
 
 
-def test_how_states_lie_on_the_ssd_is_asked_of_the_system_and_not_of_the_reference():
+def test_reference_run_ignores_options_for_states_on_the_ssd():
     asked = {"state_versions": "one", "accumulation": "vertical", "accumulate": 2, "checkpoints": "none"}
     config = complete({"model": "llama3.2-1b", "twin": 32, "data": ["x"], "system": "lohan", **asked})
     theirs = verify.reference_of(config, None)
@@ -434,7 +434,7 @@ def test_how_states_lie_on_the_ssd_is_asked_of_the_system_and_not_of_the_referen
 
 
 @pytest.mark.slow
-def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_path):
+def test_verify_finds_8_bit_moments_on_ssd_equal_to_memory(tmp_path):
     work = [*MODEL, "--data", str(text_folder(tmp_path)), "--files", "*.py", "--context", "32", "--steps", "2"]
     asked = [*work, "--system", "lohan", "--states", "int8", "--json"]
     done = forked.run([sys.executable, "-m", "memascend.cli", "verify", *asked], env=environment(), timeout=280)
@@ -448,7 +448,7 @@ def test_verify_finds_equal_bits_of_8_bit_moments_on_the_ssd_and_in_memory(tmp_p
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "made"])
-def test_a_swap_folder_that_was_there_stays_and_one_that_a_refused_call_made_goes(tmp_path, there):
+def test_refused_call_removes_only_a_swap_folder_it_made(tmp_path, there):
     if there:
         (tmp_path / "nvme").mkdir()
     (tmp_path / "device").write_bytes(bytes(4096))
@@ -471,7 +471,7 @@ def test_a_refused_resume_leaves_a_run_as_it_was(tmp_path):
     assert (tmp_path / "run" / "config.yaml").read_text() == config
 
 
-def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
+def test_impossible_run_is_refused_in_one_line_leaving_nothing(tmp_path):
     data = ["--data", str(text_folder(tmp_path))]
     done = train(tmp_path / "run", "--model", "llama3.2-1b", "--twin", "32", *data, "--context", "2000000")
     assert done.returncode == 2
@@ -482,7 +482,7 @@ def test_what_cannot_work_is_one_line_and_leaves_the_name_free(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
 
 
-def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
+def test_crashed_preparation_is_one_line_naming_its_log(tmp_path):
     """Any exception of a library is reported so; here an import fails."""
     broken = tmp_path / "broken" / "transformers"
     broken.mkdir(parents=True)
@@ -503,7 +503,7 @@ def test_a_preparation_that_crashes_is_one_line_with_its_log(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_from_the_start(tmp_path):
+def test_resume_without_checkpoints_says_it_starts_over(tmp_path):
     text = text_folder(tmp_path)
     options = [*options_for(text, "in_memory"), "--eval-sequences", "0"]
     assert train(tmp_path / "run", *options, "--steps", "2").returncode == 0

@@ -8,7 +8,7 @@ from tests.train_runs import finished_run, losses, options_for, text_folder, tra
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
 
 
-def test_a_second_disk_that_has_no_room_for_its_share_leaves_it_to_the_first(tmp_path, tmp_path_factory):
+def test_second_disk_without_space_leaves_its_share_to_the_first(tmp_path, tmp_path_factory):
     reference = finished_run(tmp_path_factory)
     (tmp_path / "first").mkdir()
     with small_file_system(tmp_path / "second", 4 << 20) as second:
@@ -18,7 +18,7 @@ def test_a_second_disk_that_has_no_room_for_its_share_leaves_it_to_the_first(tmp
     assert losses(tmp_path / "run") == losses(reference)
 
 
-def test_two_folders_on_a_disk_too_small_for_both_are_refused_and_nothing_is_written(tmp_path):
+def test_two_folders_on_too_small_a_disk_are_refused(tmp_path):
     with small_file_system(tmp_path / "small", 16 << 20) as small:
         tiers = ["--tiers", str(small / "a"), str(small / "b")]
         done = train(tmp_path / "run", *options_for(text_folder(tmp_path)), *tiers)

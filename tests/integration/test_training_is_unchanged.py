@@ -71,7 +71,7 @@ def test_a_run_leaves_nothing_in_shared_memory(runs):
     assert [buffers.left for buffers in runs.shared_buffers if buffers.left] == []
 
 
-def test_parameters_really_live_on_the_device(runs):
+def test_parameters_are_really_swapped_to_nvme(runs):
     record = runs.record("memascend", "memascend")
     assert record["parameters_on_nvme"] >= 7 * 28  # seven matrices in each of 28 blocks
     # Each step after the first (which has no Adam states yet) reads 16 bytes of states and gradients for each

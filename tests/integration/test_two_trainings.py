@@ -14,7 +14,7 @@ pytestmark = pytest.mark.deepspeed
 SCRIPT = Path(__file__).parent / "scripts" / "two_trainings.py"
 
 
-def test_a_training_leaves_nothing_when_it_is_destroyed_and_memascend_disabled(tmp_path):
+def test_destroyed_and_disabled_training_leaves_nothing_behind(tmp_path):
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), "direct", "file"]
     done = forked.run(command, cwd=SCRIPT.parents[3], timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

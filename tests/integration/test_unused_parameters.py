@@ -79,18 +79,18 @@ def test_kept_gradients_are_converted_as_adamw_reads_them(results):
         assert late == {"direct": False, "kept": True, "paths": True}
 
 
-def test_a_gradient_of_an_earlier_micro_batch_alone_is_lost_as_with_the_optimizer_in_memory(results):
+def test_gradient_absent_from_last_micro_batch_matches_the_reference(results):
     assert_same(results, "in_one_micro_batch", "direct")
 
 
-def test_kept_gradients_refuse_what_they_have_overwritten(results):
+def test_overwritten_kept_gradients_are_refused_in_one_line(results):
     error = results["in_one_micro_batch-kept"]["error"]
     assert "\n" not in error
     assert "not in the last one" in error
     assert "set memascend.gradients to 'nvme'" in error
 
 
-def test_the_reference_does_what_the_tests_are_about(results):
+def test_reference_shows_the_behaviour_under_test(results):
     """A parameter that is never used is updated with zeros, a used one has moments, and an overflow is skipped."""
     tensors = results["fp16-reference"]["tensors"]
     assert tensors["unused.weight.exp_avg"] == tensors["experts.2.weight.exp_avg_sq"] == "zero"
@@ -99,7 +99,7 @@ def test_the_reference_does_what_the_tests_are_about(results):
 
 
 @pytest.mark.parametrize("after", [FIRST, ALL])
-def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
+def test_resumed_training_equals_one_with_optimizer_in_memory(tmp_path, after):
     """Neither has the earlier gradients. If the next step has a gradient for
     every expert, it equals the uninterrupted one too."""
     experts = tuple((used,) for used in (ALL, FIRST, SECOND, ALL, after, FIRST, SECOND))
@@ -117,7 +117,7 @@ def test_a_resumed_training_is_that_of_the_optimizer_in_memory(tmp_path, after):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_both_engines_and_both_ways_of_gradients_under_every_condition(tmp_path, ranks):
+def test_every_engine_and_gradient_mode_matches_under_every_condition(tmp_path, ranks):
     # With two ranks DeepSpeed 0.19.8 itself cannot set a gradient whose elements they do not divide (it narrows the
     # last rank's partition past the end).
     conditions = {name: fields for name, fields in CONDITIONS.items() if ranks == 1 or name != "set"}

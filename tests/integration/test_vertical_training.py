@@ -42,7 +42,7 @@ def steps(backend, first, last):
         ),
     ],
 )
-def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_path, dtype, clip, loss):
+def test_weights_states_losses_and_norms_equal_training_in_memory(tmp_path, dtype, clip, loss):
     changes = {"accumulate": COUNT, "dtype": dtype, "clip": clip, "loss": loss}
     ours, theirs = streamed(tmp_path, accumulation="auto", **changes), in_memory(**changes)
     assert steps(ours, 0, 3) == steps(theirs, 0, 3)
@@ -52,7 +52,7 @@ def test_weights_states_losses_and_norms_are_those_of_training_in_memory(tmp_pat
 
 
 @pytest.mark.parametrize("before", ["auto", "horizontal"])
-def test_a_run_goes_on_in_the_other_order(tmp_path, before):
+def test_run_resumes_exactly_in_the_other_accumulation_order(tmp_path, before):
     after = {"auto": "horizontal", "horizontal": "auto"}[before]
     theirs = in_memory(accumulate=COUNT)
     ours = streamed(tmp_path, accumulate=COUNT, accumulation=before)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_in_the_other_order(tmp_path, before):
     again.close()
 
 
-def test_dropout_takes_one_batch_after_the_other(tmp_path):
+def test_dropout_falls_back_to_horizontal_accumulation(tmp_path):
     dropping = {"attention_dropout": 0.1}
     ours, theirs = (
         streamed(tmp_path, model=dropping, accumulate=COUNT, accumulation="auto"),
@@ -91,14 +91,14 @@ def test_dropout_takes_one_batch_after_the_other(tmp_path):
         ({"system": "lohan", "arm": "as_published"}, "is not done with results of blocks on the SSD"),
     ],
 )
-def test_what_cannot_be_vertical_is_refused_in_one_line(changes, message):
+def test_unsupported_vertical_options_are_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refused:
         check(TrainConfig(model="m", data=["d"], accumulation="vertical", **changes))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_in_the_other_order_and_ends_as_without_a_stop(tmp_path):
+def test_command_resumes_in_the_other_order_with_equal_losses(tmp_path):
     text = text_folder(tmp_path)
     more = ["--accumulate", "8", "--steps", "4", "--save-every", "2"]
     runs = {order: tmp_path / order for order in ("vertical", "horizontal")}

@@ -35,11 +35,11 @@ def test_offloading_to_nvme_without_asserts_is_refused_in_one_line(done):
     assert last.endswith("start python without -O and without PYTHONOPTIMIZE")
 
 
-def test_without_asserts_all_else_may_be_enabled(done):
+def test_other_configurations_can_be_enabled_without_asserts(done):
     assert [line for line in done.stdout.splitlines() if line.startswith("asserts")] == ["asserts: False"]
 
 
-def test_no_assert_of_the_library_does_anything():
+def test_asserts_of_the_library_have_no_side_effects():
     """They call no function except for a few without side effects."""
     looks = {"all", "any", "isinstance", "len", "str"}
     found = []

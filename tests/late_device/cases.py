@@ -30,7 +30,7 @@ def batches(count):
     return [each.to(LATE) for each in on_the_cpu.batches(count)]
 
 
-def test_the_device_copies_as_late_as_it_may_and_forgets_what_is_freed():
+def test_copies_run_late_and_computation_waits_for_them():
     copies, host = Copies(LATE), torch.ones(8)
     target = torch.empty(8, device=LATE)
     with torch.late.stream(stream := torch.late.Stream()):
@@ -47,7 +47,7 @@ def test_the_device_copies_as_late_as_it_may_and_forgets_what_is_freed():
     assert copied.query()
 
 
-def test_slots_of_device_memory_are_used_in_turn_and_no_more_of_them_are_made(tmp_path):
+def test_device_weights_of_all_blocks_reuse_two_slots(tmp_path):
     layout = on_the_cpu.ModelUnits(on_the_cpu.model(depth=6)).layout
     weights, blocks = DeviceWeights(layout, Copies(LATE)), [u for u in layout.units if u.kind.value == "block"]
     numel, addresses = layout.unit_numel(blocks[0]), set()
@@ -59,7 +59,7 @@ def test_slots_of_device_memory_are_used_in_turn_and_no_more_of_them_are_made(tm
     assert len(addresses) == 2
 
 
-def test_device_memory_does_not_grow_with_the_depth(tmp_path):
+def test_device_memory_does_not_grow_with_model_depth(tmp_path):
     peaks = []
     for depth in (3, 12):
         ours = on_the_cpu.model(depth=depth).to(LATE)
@@ -77,7 +77,7 @@ def test_device_memory_does_not_grow_with_the_depth(tmp_path):
 
 
 @pytest.mark.parametrize("elements", [1 << 14, 1 << 16])
-def test_a_parameter_in_several_pieces_trains_to_the_same_bits_and_norm(tmp_path, elements):
+def test_parameter_in_pieces_trains_to_same_bits_and_close_norm(tmp_path, elements):
     torch.manual_seed(0)
     ours = nn.Sequential(*(nn.Linear(300, 300) for _ in range(2))).to(LATE)  # 90,000 elements each
     theirs = copy.deepcopy(ours)
@@ -96,7 +96,7 @@ def test_a_parameter_in_several_pieces_trains_to_the_same_bits_and_norm(tmp_path
 
 
 @pytest.mark.parametrize("late", [0, 1000], ids=["soon", "late"])
-def test_whenever_copies_end_the_bits_are_the_same(tmp_path, late):
+def test_losses_stay_close_however_late_copies_end(tmp_path, late):
     torch.late.core.set_lateness(late)
     try:
         ours, theirs = on_the_cpu.model().to(LATE), on_the_cpu.model().to(LATE)
@@ -116,7 +116,7 @@ def test_whenever_copies_end_the_bits_are_the_same(tmp_path, late):
         torch.late.core.set_lateness(3)
 
 
-def test_a_store_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
+def test_store_started_on_a_device_resumes_on_the_cpu(tmp_path):
     ours = on_the_cpu.model().to(LATE)
     engine = streamed(ours, tmp_path)
     on_the_cpu.train(ours, engine, batches(2))
@@ -129,7 +129,7 @@ def test_a_store_that_was_begun_on_one_device_goes_on_on_another(tmp_path):
     again.close(destroy=True)
 
 
-def test_a_model_on_two_devices_is_one_line():
+def test_model_on_two_devices_is_refused_unless_one_is_chosen():
     of = on_the_cpu.model()
     of.head.to(LATE)
     with pytest.raises(

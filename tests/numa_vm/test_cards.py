@@ -36,7 +36,7 @@ def allocate(numel, placement, dtype=torch.uint8, ledger=None):
     return allocator.allocate(numel, dtype, name="x", owner="momentum", placement=placement)
 
 
-def test_a_card_is_a_node_without_processors_behind_a_region_of_its_own(nodes):
+def test_each_card_is_a_processorless_node_with_its_own_region(nodes):
     topology = Topology.read()
     assert [node.number for node in topology.memory_only] == list(nodes[1:])
     regions = sorted(cards.DEVICES.glob("region*"))
@@ -47,7 +47,7 @@ def test_a_card_is_a_node_without_processors_behind_a_region_of_its_own(nodes):
         assert topology.nodes[node].distances[node] == 10
 
 
-def test_memory_lies_on_the_card_that_was_asked_for_to_the_page(nodes):
+def test_every_page_lies_on_the_requested_card(nodes):
     for node in nodes:
         ledger = Ledger()
         tensor = allocate(256 * KIB + 1, on_node(node, strict=True), ledger=ledger)
@@ -57,7 +57,7 @@ def test_memory_lies_on_the_card_that_was_asked_for_to_the_page(nodes):
         assert entry.locked
 
 
-def test_memory_is_interleaved_over_memory_and_cards(nodes):
+def test_pages_are_interleaved_over_ordinary_memory_and_cards(nodes):
     assert nodes_of(allocate(48 * PAGE, interleaved(nodes))) == dict.fromkeys(nodes, 16)
     near, one, two = nodes
     assert nodes_of(allocate(40 * PAGE, weighted({near: 3, one: 1, two: 1}))) == {near: 24, one: 8, two: 8}
@@ -73,7 +73,7 @@ def test_pages_move_from_card_to_card_with_their_contents(nodes):
         assert torch.equal(tensor, before)
 
 
-def test_adamw_over_states_on_cards_has_the_bits_of_states_in_memory(nodes):
+def test_adamw_on_card_states_gives_same_bits_as_in_memory(nodes):
     near, one, two = nodes
     generator = torch.Generator().manual_seed(1)
     made = [torch.rand(ELEMENTS, generator=generator) for _ in range(4)]

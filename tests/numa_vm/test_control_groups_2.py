@@ -43,7 +43,7 @@ def moved(path, size, way):
     return time.monotonic() - began
 
 
-def test_the_kernel_holds_reads_and_writes_of_a_path_to_its_rates_and_counts_them(tmp_path):
+def test_kernel_limits_and_counts_reads_and_writes_of_a_path(tmp_path):
     with throttled_paths(tmp_path, [0], size_bytes=64 * MIB) as (path,):
         assert path.controller.version == 2
         path.limit(4 * MIB, 2 * MIB)
@@ -58,7 +58,7 @@ def test_the_kernel_holds_reads_and_writes_of_a_path_to_its_rates_and_counts_the
     assert not group.exists()
 
 
-def test_the_kernel_holds_a_process_to_its_share_of_a_cpu():
+def test_kernel_limits_a_process_to_its_cpu_share():
     controller = find_controller("cpu")
     assert controller.version == 2
     with group_of(controller) as group:
@@ -74,7 +74,7 @@ def test_the_kernel_holds_a_process_to_its_share_of_a_cpu():
     assert not group.exists()
 
 
-def test_a_process_in_a_memory_group_is_killed_at_the_limit_and_its_peak_is_known():
+def test_memory_group_kills_at_its_limit_and_records_peak():
     group = MemoryGroup(64 * MIB)
     try:
         wait = "import sys; sys.stdin.readline(); bytearray(b'x') * int(sys.argv[1])"
@@ -102,7 +102,7 @@ def test_limits_of_several_kinds_are_set_on_one_group(tmp_path):
     assert not group.exists()
 
 
-def test_a_group_that_a_killed_process_left_is_taken_again():
+def test_group_left_by_a_killed_process_is_reused():
     controller = find_controller("io")
     left = controller.root / f"memascend-{os.getpid()}"
     left.mkdir()

@@ -35,7 +35,7 @@ def allocate(nbytes, placement, ledger=None, **options):
 
 @pytest.mark.parametrize("lock", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-def test_memory_on_one_node_lies_there_to_the_page(nodes, lock, strict):
+def test_every_page_lies_on_the_requested_node(nodes, lock, strict):
     for node in nodes:
         ledger = Ledger()
         tensor = allocate(3 * MIB + 1, on_node(node, strict=strict), ledger, lock=lock)
@@ -44,13 +44,13 @@ def test_memory_on_one_node_lies_there_to_the_page(nodes, lock, strict):
         assert ledger.live()[0].locked == lock
 
 
-def test_the_nearest_preferred_node_has_it_as_long_as_it_has_room(nodes):
+def test_small_allocation_lies_on_preferred_nodes(nodes):
     pages = nodes_of(allocate(2 * MIB, prefer(nodes[1:])))
     assert sum(pages.values()) == 512
     assert set(pages) <= set(nodes[1:])
 
 
-def test_interleaving_is_exact_where_huge_pages_are_on(nodes):
+def test_interleaving_is_exact_despite_huge_pages(nodes):
     first, second = nodes[:2]
     assert nodes_of(allocate(8 * MIB, interleaved([first, second]))) == {first: 1024, second: 1024}
     in_huge_pages = nodes_of(allocate(8 * MIB, interleaved([first, second]), pages="transparent"))
@@ -58,7 +58,7 @@ def test_interleaving_is_exact_where_huge_pages_are_on(nodes):
     assert all(abs(count - 1024) <= 1024 for count in in_huge_pages.values())
 
 
-def test_the_kernels_weights_hold_within_one_round(nodes):
+def test_pages_follow_the_kernels_node_weights(nodes):
     topology = Topology.read()
     weights = {node: topology.nodes[node].weight for node in nodes}
     if None in weights.values():
@@ -71,7 +71,7 @@ def test_the_kernels_weights_hold_within_one_round(nodes):
 
 @pytest.mark.parametrize("size", [6 * MIB, 6 * MIB + PAGE, 40 * PAGE, 2 * PAGE])
 @pytest.mark.parametrize("shares", [(3, 1, 1), (5, 0, 2), (2**40, 2**41, 2**40)])
-def test_a_tensor_has_weights_of_its_own_to_the_page(nodes, shares, size):
+def test_pages_follow_a_tensors_own_weights_within_a_page(nodes, shares, size):
     tensor = allocate(size, weighted(dict(zip(nodes, shares))))
     counted, pages = nodes_of(tensor), size // PAGE
     assert sum(counted.values()) == pages
@@ -83,7 +83,7 @@ def mappings():
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_striped_memory_is_one_mapping_and_the_thread_keeps_its_own_policy(nodes):
+def test_striped_memory_takes_few_mappings_and_leaves_thread_policy_alone(nodes):
     before = mappings()
     tensor = allocate(32 * MIB, weighted({nodes[0]: 7, nodes[1]: 3}))
     assert mappings() <= before + 2
@@ -91,7 +91,7 @@ def test_striped_memory_is_one_mapping_and_the_thread_keeps_its_own_policy(nodes
     assert nodes_of(allocate(MIB, None)) == {nodes[0]: 256}
 
 
-def test_a_strict_node_that_is_too_small_is_refused_and_not_killed_for(nodes):
+def test_strict_allocation_larger_than_its_node_raises_memory_error(nodes):
     card = nodes[-1]
     available = Topology.read().nodes[card].available_bytes
     with pytest.raises(MemoryError, match="the kernel would kill the process"):
@@ -99,7 +99,7 @@ def test_a_strict_node_that_is_too_small_is_refused_and_not_killed_for(nodes):
 
 
 @pytest.mark.parametrize("make", [on_node, lambda node: prefer([node])], ids=["on_node", "prefer"])
-def test_what_a_full_node_has_no_room_for_goes_to_others(nodes, make):
+def test_allocation_beyond_a_full_node_spills_to_others(nodes, make):
     card = nodes[-1]
     available = Topology.read().nodes[card].available_bytes
     if available > 512 * MIB:
@@ -113,12 +113,12 @@ def test_what_a_full_node_has_no_room_for_goes_to_others(nodes, make):
     assert set(ledger.live()[0].nodes) == set(pages)  # the ledger has the actual nodes, not the requested ones
 
 
-def test_a_node_that_is_not_there_is_refused_and_never_ordinary_memory():
+def test_allocation_on_an_unknown_node_is_refused():
     with pytest.raises(ValueError, match="there is no node 77 here; name some of 0, 1"):
         allocate(MIB, on_node(77))
 
 
-def test_a_policy_that_comes_after_the_first_touch_moves_nothing_and_ours_comes_before(nodes):
+def test_policy_after_first_touch_moves_nothing_but_ours_precedes_it(nodes):
     first, card = nodes[:2]
     touched = torch.frombuffer(mmap.mmap(-1, MIB), dtype=torch.uint8).fill_(1)
     mask = ctypes.c_ulong(1 << card)
@@ -140,7 +140,7 @@ def test_pages_move_with_their_contents(nodes, kind):
     assert torch.equal(tensor, before)
 
 
-def test_pages_move_to_weights_of_their_own(nodes):
+def test_moved_pages_follow_the_given_weights(nodes):
     weights = weighted({nodes[0]: 1, nodes[1]: 3})
     assert move(allocate(MIB, on_node(nodes[0])), weights) == {nodes[0]: 64, nodes[1]: 192}
     small_pages = allocate(8 * MIB, interleaved(nodes[:1]))
@@ -150,7 +150,7 @@ def test_pages_move_to_weights_of_their_own(nodes):
     assert abs(moved[nodes[1]] - 1536) <= 512
 
 
-def test_the_firmwares_figures_are_read(nodes):
+def test_firmware_reports_cards_as_slower_and_farther(nodes):
     topology = Topology.read()
     cards = [topology.nodes[node] for node in nodes if topology.nodes[node].memory_only]
     if not cards or cards[0].bandwidth_bytes_per_s is None:

@@ -101,7 +101,7 @@ def assert_tensors_lie_in_the_ledger(backend):
             assert owners == [name]
 
 
-def test_classes_on_nodes_that_are_named(nodes, unplaced_losses):
+def test_each_class_lies_on_its_named_nodes(nodes, unplaced_losses):
     near, one, two = nodes
     placed = {
         MASTERS: one,
@@ -136,7 +136,7 @@ def test_every_class_is_interleaved(nodes, unplaced_losses):
     assert losses == unplaced_losses
 
 
-def test_latency_first_fills_the_near_node_and_divides_by_bandwidth(nodes, unplaced_losses):
+def test_latency_first_fills_near_node_and_splits_rest_by_bandwidth(nodes, unplaced_losses):
     near, one, two = nodes
     parameters = sum(p.numel() for p in trained(None, steps=0)[0].model.parameters())
     room = 4 * parameters * 5 // 2  # masters, momentum, and half of the variance
@@ -166,7 +166,7 @@ def test_latency_first_with_room_leaves_everything_on_the_near_node(nodes):
 
 
 @pytest.mark.parametrize("policy", ["named", "interleave"])
-def test_buffers_of_the_streaming_engine_lie_where_the_policy_says(nodes, unplaced_losses, tmp_path, policy):
+def test_streaming_engine_buffers_follow_the_placement_policy(nodes, unplaced_losses, tmp_path, policy):
     near, one, two = nodes
     placed = {MASTERS: one, GRADIENTS: near, WEIGHTS: two, ACTIVATIONS: one} if policy == "named" else policy
     backend, losses = streamed(tmp_path / "states", json.dumps(placed) if policy == "named" else placed)
@@ -210,7 +210,7 @@ def interleaved_process():
     return json.loads(text)
 
 
-def test_a_process_that_is_interleaved_as_numactl_does_it_spreads_every_class(nodes, unplaced_losses):
+def test_process_interleaved_like_numactl_spreads_every_class_evenly(nodes, unplaced_losses):
     pages, losses = interleaved_process()
     assert set(pages) == ALL
     for name, tensors in pages.items():

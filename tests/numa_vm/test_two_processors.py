@@ -43,7 +43,7 @@ def affinities():
     return {task.name: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
 
 
-def test_adamw_runs_each_part_on_the_processors_that_it_lies_near(two_threads):
+def test_adamw_runs_most_parts_on_the_nearest_processors(two_threads):
     """The tensors alternate between two cards, half a MiB on each, and each card is nearest to another processor."""
     topology = Topology.read()
     if len(topology.with_cpus) < 2 or len(topology.memory_only) < 2:

@@ -157,7 +157,7 @@ def test_a_streamed_architecture_trains_as_in_memory(tmp_path, note, architectur
 
 
 @pytest.mark.parametrize("architecture", CHOSEN)
-def test_gradients_are_equal_when_activations_wait_on_the_ssd(tmp_path, note, architecture):
+def test_gradients_are_equal_with_activations_on_the_ssd(tmp_path, note, architecture):
     column = "activations"
     ours, theirs = made(architecture, note, column), architecture.make()
     note(architecture, column, "fails")

@@ -48,7 +48,7 @@ def note(name, found):
 
 
 @pytest.mark.parametrize("name", chosen())
-def test_an_architecture_trains_through_the_drop_in_as_under_cpu_offload(programs, name):
+def test_drop_in_trains_an_architecture_exactly_or_refuses_it(programs, name):
     found = programs.outcome(name)
     note(name, found)
     if found["outcome"] in ("not built", "stock fails"):

@@ -211,7 +211,7 @@ def test_a_random_program_trains_on_the_engine_as_in_memory(program):
 
 
 @drawn(10, int(GIVEN or 0))
-def test_a_random_program_has_equal_gradients_when_its_activations_wait_on_the_ssd(program):
+def test_random_program_has_equal_gradients_with_activations_on_ssd(program):
     check_cache(program)
 
 
@@ -225,5 +225,5 @@ def test_500_random_programs_train_on_the_engine_as_in_memory(of):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("of", [SEED], ids="MEMASCEND_ZOO_SEED={}".format)
-def test_500_random_programs_have_equal_gradients_when_their_activations_wait_on_the_ssd(of):
+def test_500_random_programs_have_equal_gradients_with_activations_on_ssd(of):
     drawn(500, of)(check_cache)()

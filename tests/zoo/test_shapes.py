@@ -144,7 +144,7 @@ def test_a_streamed_shape_trains_as_in_memory(tmp_path, monkeypatch, name, way):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_s_gradients_are_equal_when_its_activations_wait_on_the_ssd(tmp_path, name):
+def test_shape_has_equal_gradients_with_activations_on_the_ssd(tmp_path, name):
     ours, theirs = made(name), made(name)
     cache = {"amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
     for step in range(2):
@@ -169,7 +169,7 @@ def test_every_shape_can_be_copied_and_trains():
 
 @pytest.mark.parametrize("frozen_head", [False, True])
 @pytest.mark.parametrize("name", ["Plain", "CheckpointsAroundGroups", "ReentrantCheckpointsAroundGroups"])
-def test_parts_of_a_model_called_by_the_loop_count_passes(tmp_path, name, frozen_head):
+def test_passes_are_counted_when_the_loop_calls_model_parts(tmp_path, name, frozen_head):
     """The loop computes its own loss over `model.model(...)`, as most hand-written loops do."""
 
     def step(model, number):
@@ -205,7 +205,7 @@ class ReentrantCheckpointAtTheEnd(SHAPES["Plain"]):
         return checkpoint(self.last, super().blocks(x), use_reentrant=True)
 
 
-def test_a_backward_pass_that_begins_in_a_reentrant_checkpoint_is_one_pass(tmp_path):
+def test_backward_starting_in_reentrant_checkpoint_counts_as_one_pass(tmp_path):
     """The head's gradient, also that of an early exit, comes after the checkpoint's."""
 
     def step(model, number):
@@ -290,7 +290,7 @@ class OfExperts(nn.Module):
 
 @pytest.mark.parametrize("zero_missing", [False, True], ids=["left as they are", "updated with zeros"])
 @pytest.mark.parametrize("idle", [(0, 3), (1,), (3,)])
-def test_idle_experts_of_blocks_of_several_pieces_hold_no_slot(tmp_path, idle, zero_missing):
+def test_blocks_of_several_pieces_with_idle_experts_train_exactly(tmp_path, idle, zero_missing):
     torch.manual_seed(0)
     ours, theirs = OfExperts(idle), OfExperts(idle)
     theirs.load_state_dict(ours.state_dict())
