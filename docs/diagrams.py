@@ -1,4 +1,4 @@
-"""Draw the two architecture pictures from the code: which room imports which, and how a number reaches a figure.
+"""Draw the two architecture pictures from the code: which package imports which, and how a number reaches a figure.
 
 usage: python docs/diagrams.py     (make diagrams; needs graphviz's `dot`)
 Writes docs/img/rooms.svg and docs/img/data-flow.svg.
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/img"
 TOP = ("memascend", "baselines", "hardware", "workflows")
 GUESTS = {"deepspeed", "transformers"}
-# Colours of the top-level rooms; colour-blind safe (Okabe and Ito).
+# Colours of the top-level packages; colour-blind safe (Okabe and Ito).
 COLOURS = {"memascend": "#56B4E9", "baselines": "#E69F00", "hardware": "#009E73", "workflows": "#CC79A7"}
 STYLE = (
     'graph [rankdir=LR, fontname="Helvetica", fontsize=11, nodesep=0.25, ranksep=0.7, bgcolor="white"];'
@@ -28,8 +28,8 @@ STYLE = (
 )
 
 
-def room(dotted: str) -> str | None:
-    """The room of a dotted name: `memascend/memory`, `baselines`, `deepspeed` ...; None for what is not drawn."""
+def package(dotted: str) -> str | None:
+    """The package of a dotted name: `memascend/memory`, `baselines`, `deepspeed` ...; None for what is not drawn."""
     parts = dotted.removeprefix("memascend.").split(".") if in_baselines(dotted) else dotted.split(".")
     if parts[0] in GUESTS:
         return parts[0]
@@ -55,25 +55,25 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def packages() -> Iterator[str]:
-    """The packages of ours, one level below the top ones too: a room that imports no other has no arrow."""
+    """The packages of ours, one level below the top ones too: a package that imports no other has no arrow."""
     for top in TOP:
         yield top
         yield from (f"{top}.{path.parent.name}" for path in sorted((ROOT / top).glob("*/__init__.py")))
 
 
 def import_edges() -> set[tuple[str, str]]:
-    """(room, room that it imports), for every Python file of the rooms."""
+    """(package, package that it imports), for every Python file of the packages."""
     edges = set()
     for path in sorted(path for top in TOP for path in (ROOT / top).rglob("*.py")):
-        own = room(".".join(path.relative_to(ROOT).parent.parts))
-        edges |= {(own, other) for name in imported(path) if (other := room(name)) not in (None, own)}
+        own = package(".".join(path.relative_to(ROOT).parent.parts))
+        edges |= {(own, other) for name in imported(path) if (other := package(name)) not in (None, own)}
     return edges
 
 
-def rooms_dot() -> str:
-    """Graph of the rooms: one cluster for the library, arrows from importer to imported."""
+def packages_dot() -> str:
+    """Graph of the packages: one cluster for the library, arrows from importer to imported."""
     edges = import_edges()
-    names = {name for edge in edges for name in edge} | {room(name) for name in packages()}
+    names = {name for edge in edges for name in edge} | {package(name) for name in packages()}
     library = sorted(name for name in names if name.startswith("memascend"))
     lines = ["digraph rooms {", STYLE, 'subgraph cluster_library { label="memascend: mechanisms"; color="#999999";']
     lines += [node(name, COLOURS["memascend"]) for name in library]
@@ -142,7 +142,7 @@ def main() -> int:
     if not shutil.which("dot"):
         sys.exit("dot is missing; install it with: sudo apt-get install -y graphviz")
     IMAGES.mkdir(parents=True, exist_ok=True)
-    draw(rooms_dot(), IMAGES / "rooms.svg")
+    draw(packages_dot(), IMAGES / "rooms.svg")
     draw(flow_dot(), IMAGES / "data-flow.svg")
     return 0
 

@@ -78,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("memascend: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, MemoryError, ImportError) as error:
-        print(f"memascend: error: {printable(' '.join(_told(error).split()))}", file=sys.stderr)
+        print(f"memascend: error: {printable(' '.join(_message_of(error).split()))}", file=sys.stderr)
         return 2
     return int(status)
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """Return the text of an error; errors of the operating system are given by path and reason, without the number."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"

@@ -37,14 +37,14 @@ class Operator:
 class Rates:
     """Rates from the profiling stage: `gpu` in FLOP/s, `link`, `read` and `write` in bytes/s.
 
-    `room` is the number of bytes of main memory available for activations (MEM_avail).
+    `host_bytes` is the number of bytes of main memory available for activations (MEM_avail).
     """
 
     gpu: float
     link: float
     read: float
     write: float
-    room: float = 0.0
+    host_bytes: float = 0.0
 
 
 class Traffic(Protocol):
@@ -107,14 +107,14 @@ def slope(step: Traffic, swapped: float) -> float:
     return 0.0
 
 
-def on_ssd(swapped: float, room: float) -> float:
+def on_ssd(swapped: float, host_bytes: float) -> float:
     """Return the bytes of swapped activations that spill to the SSD (Eq. 3: alpha A), at least zero."""
-    return max(0.0, swapped - room)
+    return max(0.0, swapped - host_bytes)
 
 
 def forward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, float]:
     """Return the forward seconds of each resource (Eqs. 2 and 4); the largest is T_f."""
-    spilled = on_ssd(step.gpus * swapped, rates.room)
+    spilled = on_ssd(step.gpus * swapped, rates.host_bytes)
     return {
         "GPU": step.forward_flops / rates.gpu,
         "GPU to memory": swapped / rates.link,
@@ -125,7 +125,7 @@ def forward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, floa
 
 def backward_terms(step: Traffic, rates: Rates, swapped: float) -> dict[str, float]:
     """Return the backward seconds of each resource, optimizer traffic included (Eq. 5); the largest is T_b."""
-    spilled = on_ssd(step.gpus * swapped, rates.room)
+    spilled = on_ssd(step.gpus * swapped, rates.host_bytes)
     return {
         "GPU": (2.0 * step.forward_flops + recomputed_flops(step, swapped)) / rates.gpu,
         "GPU to memory": step.gradients / rates.link,

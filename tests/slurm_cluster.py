@@ -214,10 +214,10 @@ def _path() -> str:
 
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in held:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
             each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in held]
+        return [each.getsockname()[1] for each in sockets]
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ class Paths:
     def __init__(self, folder: Path, names: str = "ab", kind: str = "direct", **options) -> None:
         self.folder = folder
         self.faults = {name: _C.FaultLayer() for name in names}
-        rates, told = options.pop("rates", {}), options.pop("told", None)
+        rates, fixed_rate = options.pop("rates", {}), options.pop("fixed_rate", None)
         for name in names:
             (folder / name).mkdir()
         tiers = {name: self._tier(name, kind) for name in names}
-        self.told = {name: Told(tier, told) for name, tier in tiers.items() if told is not None}
-        ways = [StoragePath(name, (self.told or tiers)[name], rates.get(name)) for name in names]
+        self.fixed_rate = {name: FixedRate(tier, fixed_rate) for name, tier in tiers.items() if fixed_rate is not None}
+        ways = [StoragePath(name, (self.fixed_rate or tiers)[name], rates.get(name)) for name in names]
         self.tier = MultiPathTier(ways, group_of=group_of, **options)
 
     def _tier(self, name: str, kind: str):
@@ -64,7 +64,7 @@ def tensor(value: float) -> torch.Tensor:
     return torch.full((NUMEL,), float(value))
 
 
-class Told:
+class FixedRate:
     """A tier that reports that it moved its bytes at `rate`, however long they
     took, so that a busy machine changes no placement."""
 

@@ -64,19 +64,19 @@ class Overfull:
 
 
 def carried_out(
-    rooms: Sequence[int], group_items_sizes: Mapping[int, Sequence[int]]
+    capacities: Sequence[int], group_items_sizes: Mapping[int, Sequence[int]]
 ) -> tuple[dict[str, dict[int, int]], list[Overfull]]:
-    """Apply Algorithm 1 to DRAM of `rooms[0]` bytes and cards of `rooms[1:]` bytes.
+    """Apply Algorithm 1 to DRAM of `capacities[0]` bytes and cards of `capacities[1:]` bytes.
 
     Returns the bytes by item and node, and the overfull nodes.
     """
-    allocations = algorithm_1(rooms[0], sum(rooms[1:]), len(rooms) - 1, group_items_sizes)
+    allocations = algorithm_1(capacities[0], sum(capacities[1:]), len(capacities) - 1, group_items_sizes)
     sizes = {
         f"level_{level}_item_{index}": size
         for level, items in group_items_sizes.items()
         for index, size in enumerate(items)
     }
     placed = {key: bytes_by_node(sizes[key], published) for key, published in allocations.items()}
-    given = [sum(shares.get(node, 0) for shares in placed.values()) for node in range(len(rooms))]
-    overfull = [Overfull(node, given[node], has) for node, has in enumerate(rooms) if given[node] > has]
+    given = [sum(shares.get(node, 0) for shares in placed.values()) for node in range(len(capacities))]
+    overfull = [Overfull(node, given[node], has) for node, has in enumerate(capacities) if given[node] > has]
     return placed, overfull

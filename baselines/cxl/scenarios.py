@@ -20,7 +20,7 @@ from memascend.memory.classes import (
     VARIANCE,
     WEIGHTS,
 )
-from memascend.memory.latency_first import Item, Room, divide, latency_first
+from memascend.memory.latency_first import Item, NodeCapacity, divide, latency_first
 
 GIB = 2**30
 QWEN25_7B, NEMO_12B = 7_615_616_512, 12_247_782_400  # parameters
@@ -30,11 +30,11 @@ DRAM_GB_PER_S, CARD_GB_PER_S = 120.0, 27.0  # reached in STEP (erratum X3: 109 t
 
 @dataclass(frozen=True)
 class Scenario:
-    """The machine and the data of one figure; `rooms` are the capacities of the nodes in bytes, DRAM first."""
+    """The machine and the data of one figure; `capacities` are those of the nodes in bytes, DRAM first."""
 
     exhibit: str
     name: str
-    rooms: tuple[int, ...]
+    capacities: tuple[int, ...]
     parameters: int
     activation_bytes: int
 
@@ -74,29 +74,29 @@ def allocation(scenario: Scenario, algorithm: str) -> dict[str, dict[int, int]]:
     """Return the bytes by item of Table I and node; node 0 is DRAM, cards follow."""
     items = scenario.published_items()
     if algorithm == AS_PUBLISHED:
-        return by_algorithm_1(items, scenario.rooms)
-    rooms = [
-        Room(node, nbytes, near=node == 0, bandwidth=DRAM_GB_PER_S if node == 0 else CARD_GB_PER_S)
-        for node, nbytes in enumerate(scenario.rooms)
+        return by_algorithm_1(items, scenario.capacities)
+    capacities = [
+        NodeCapacity(node, nbytes, near=node == 0, bandwidth=DRAM_GB_PER_S if node == 0 else CARD_GB_PER_S)
+        for node, nbytes in enumerate(scenario.capacities)
     ]
     if algorithm == OURS:
-        return _default(items, rooms)
-    return _as_the_text_says(items, rooms)
+        return _default(items, capacities)
+    return _as_the_text_says(items, capacities)
 
 
-def by_algorithm_1(items: Mapping[str, int], rooms: Sequence[int]) -> dict[str, dict[int, int]]:
+def by_algorithm_1(items: Mapping[str, int], capacities: Sequence[int]) -> dict[str, dict[int, int]]:
     """Return the bytes by item of Table I and node according to Algorithm 1 as printed, ignoring overfull nodes."""
     groups: dict[int, list[str]] = {}
     for name in items:
         groups.setdefault(_LEVEL_OF[name], []).append(name)
-    placed, _ = carried_out(rooms, {level: [items[n] for n in names] for level, names in groups.items()})
+    placed, _ = carried_out(capacities, {level: [items[n] for n in names] for level, names in groups.items()})
     return {names[i]: placed[f"level_{level}_item_{i}"] for level, names in groups.items() for i in range(len(names))}
 
 
-def _default(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, int]]:
+def _default(items: dict[str, int], capacities: list[NodeCapacity]) -> dict[str, dict[int, int]]:
     """Return the bytes by item and node that our latency-first placement gives within all capacities."""
     parts = {name: size // len(CLASSES_OF[name]) for name, size in items.items()}
-    made = latency_first([Item(each, parts[name]) for name in items for each in CLASSES_OF[name]], rooms)
+    made = latency_first([Item(each, parts[name]) for name in items for each in CLASSES_OF[name]], capacities)
     placed: dict[str, dict[int, int]] = {}
     for name, classes in CLASSES_OF.items():
         shares = placed.setdefault(name, {})
@@ -106,18 +106,18 @@ def _default(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, in
     return placed
 
 
-def _as_the_text_says(items: dict[str, int], rooms: list[Room]) -> dict[str, dict[int, int]]:
+def _as_the_text_says(items: dict[str, int], capacities: list[NodeCapacity]) -> dict[str, dict[int, int]]:
     """Return the allocation of the text: level 1 in DRAM, or divided over the remaining DRAM and the cards if it does
     not fit; all other levels on the cards."""
-    left = {room.node: room.nbytes for room in rooms}
+    left = {capacity.node: capacity.nbytes for capacity in capacities}
     placed = {}
     for name, size in items.items():
         if _LEVEL_OF[name] > 1:
-            where = [room for room in rooms if not room.near]
+            where = [capacity for capacity in capacities if not capacity.near]
         elif left[0] >= size:
-            where = rooms[:1]
+            where = capacities[:1]
         else:
-            where = rooms
+            where = capacities
         placed[name] = divide(size, where, left)
         for node, nbytes in placed[name].items():
             left[node] -= nbytes
@@ -126,5 +126,5 @@ def _as_the_text_says(items: dict[str, int], rooms: list[Room]) -> dict[str, dic
 
 def overfull(scenario: Scenario, placed: dict[str, dict[int, int]]) -> dict[int, int]:
     """Return, for each overfull node, the bytes in excess of its capacity."""
-    given = {node: sum(shares.get(node, 0) for shares in placed.values()) for node in range(len(scenario.rooms))}
-    return {node: given[node] - has for node, has in enumerate(scenario.rooms) if given[node] > has}
+    given = {node: sum(shares.get(node, 0) for shares in placed.values()) for node in range(len(scenario.capacities))}
+    return {node: given[node] - has for node, has in enumerate(scenario.capacities) if given[node] > has}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from memascend.baselines.cxl.scenarios import CLASSES_OF, by_algorithm_1
 from memascend.baselines.protocol.schedules import backward, forward, overflow_check
 from memascend.memory.classes import ACTIVATIONS, ARRIVING, GRADIENTS, MASTERS, MOMENTUM, VARIANCE, WEIGHTS
-from memascend.memory.latency_first import Item, Room, latency_first
+from memascend.memory.latency_first import Item, NodeCapacity, latency_first
 
 if TYPE_CHECKING:
     from memascend.planner.step import Step
@@ -58,8 +58,8 @@ def shares_of(step: Step) -> Shares:
     sizes = class_bytes(step)
     if step.work.arm_name == "baseline" or len(described) < 2:
         return {name: {DRAM: 1.0} for name in sizes}
-    rooms = [
-        Room(
+    capacities = [
+        NodeCapacity(
             number,
             int(_value(node["memory_gib"]) * GIB),
             near=node["kind"] == "dram",
@@ -69,11 +69,11 @@ def shares_of(step: Step) -> Shares:
     ]
     names = [DRAM if node["kind"] == "dram" else str(node["name"]) for node in described]
     if step.work.arm_name == "naive":
-        even = {room.node: 1.0 / len(rooms) for room in rooms}
+        even = {capacity.node: 1.0 / len(capacities) for capacity in capacities}
         placed = {name: {node: share * size for node, share in even.items()} for name, size in sizes.items()}
     elif step.work.arm_name == "as_published":
         items = {item: sum(sizes[name] for name in classes) for item, classes in CLASSES_OF.items()}
-        made = by_algorithm_1(items, [room.nbytes for room in rooms])
+        made = by_algorithm_1(items, [capacity.nbytes for capacity in capacities])
         placed = {
             name: {node: part * sizes[name] / items[item] for node, part in made[item].items()}
             for item, classes in CLASSES_OF.items()
@@ -81,7 +81,7 @@ def shares_of(step: Step) -> Shares:
             if sizes[name]
         }
     else:
-        made = latency_first([Item(name, size) for name, size in sizes.items()], rooms)
+        made = latency_first([Item(name, size) for name, size in sizes.items()], capacities)
         placed = {name: dict(allocation.bytes_by_node) for name, allocation in made.items()}
     return {
         name: {names[node]: nbytes / sizes[name] for node, nbytes in by_node.items()}

@@ -166,13 +166,13 @@ def policy_bytes(policy: str, net: Net, rates: Rates) -> float | None:
         return best(net, rates)
     if policy == "LoHan+G10":
         return net.all_activations
-    if rates.room < net.between_blocks:
+    if rates.host_bytes < net.between_blocks:
         return None
     if policy == "LoHan+ZeRO":
         return net.between_blocks
     if policy == "LoHan+Cap":
         hidden = forward_terms(net, rates, 0.0)["GPU"] * rates.link
-        return min(net.all_activations, rates.room, max(net.between_blocks, hidden))
-    unseen = Rates(gpu=rates.gpu, link=rates.link, read=float("inf"), write=float("inf"), room=float("inf"))
-    fitting = [swapped for swapped in prefixes(net) if swapped <= rates.room]
+        return min(net.all_activations, rates.host_bytes, max(net.between_blocks, hidden))
+    unseen = Rates(gpu=rates.gpu, link=rates.link, read=float("inf"), write=float("inf"), host_bytes=float("inf"))
+    fitting = [swapped for swapped in prefixes(net) if swapped <= rates.host_bytes]
     return min(fitting, key=lambda swapped: (iteration_s(net, unseen, swapped), swapped))

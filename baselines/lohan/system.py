@@ -104,16 +104,16 @@ class LoHan(PlannedSystem):
         return stored_in(versions, work)
 
     @classmethod
-    def storage_notes(cls, work: Workload, room_bytes: float | None = None) -> list[str]:
+    def storage_notes(cls, work: Workload, space_bytes: float | None = None) -> list[str]:
         """Describe the bytes that a step writes, and how many versions of the states a run keeps and why."""
         from memascend.baselines.lohan.run import clipping_in_words, writes_in_words
-        from memascend.planner.limits import within_room
+        from memascend.planner.limits import within_space
 
-        kept = within_room(work, room_bytes)
-        return [writes_in_words(kept), *clipping_in_words(kept), *cls._versions(work, room_bytes)]
+        kept = within_space(work, space_bytes)
+        return [writes_in_words(kept), *clipping_in_words(kept), *cls._versions(work, space_bytes)]
 
     @classmethod
-    def _versions(cls, work: Workload, room_bytes: float | None) -> list[str]:
+    def _versions(cls, work: Workload, space_bytes: float | None) -> list[str]:
         """Return lines about the number of versions of the states, the reason for it, and the alternatives."""
         stored = {way: cls.stored_in(way, work) for way in ("two", "one", "checkpoint")}
         two, one, alone = (f"{nbytes / GIB:.2f} GiB" for nbytes in stored.values())
@@ -135,10 +135,10 @@ class LoHan(PlannedSystem):
             f"one alone: {alone}, with --state-versions checkpoint; if a kill interrupts an update, training resumes "
             "from the last checkpoint"
         )
-        if work.state_versions == "auto" and room_bytes is not None and room_bytes < stored["two"]:
+        if work.state_versions == "auto" and space_bytes is not None and space_bytes < stored["two"]:
             return [
                 f"one version of the states, with the gradients to repeat a step: {one}, because two take {two} and "
-                f"{room_bytes / GIB:.2f} GiB are available;",
+                f"{space_bytes / GIB:.2f} GiB are available;",
                 f"{again};",
                 third,
             ]
@@ -159,7 +159,7 @@ class LoHan(PlannedSystem):
         if arm in SWAPPING_ARMS or section is not None:
             amount = str(section["amount"]) if section is not None else ""
             settings["swap"] = SWAPPING_ARMS.get(arm) or ("best" if amount == "auto" else amount)
-            settings["swap_room"] = _room(config, prepared)
+            settings["swap_room"] = _activation_bytes(config, prepared)
         return Setup(backend=STREAMING, settings=settings, swaps=False)
 
 
@@ -179,7 +179,7 @@ def _states_folder(config: TrainConfig) -> Path:
     return next((folder for folder in [*named, *moved] if folder.exists()), named[0])
 
 
-def _room(config: TrainConfig, prepared: dict[str, Any]) -> int:
+def _activation_bytes(config: TrainConfig, prepared: dict[str, Any]) -> int:
     """Return the bytes of host memory for activations: --host-memory minus the plan's bytes.
 
     Without --host-memory it is 0, so activations go to the SSD only.

@@ -59,7 +59,7 @@ def schedule(step: Step) -> None:
     update(step, done, paths)
 
 
-def rooms(step: Step) -> int:
+def slots(step: Step) -> int:
     """Return how many sub-groups of a rank are in host memory at once, which its optimizer buffers determine."""
     parts = step.work.arrangement
     return (
@@ -151,16 +151,16 @@ def _update_of_rank(step: Step, after: str, groups: list[tuple[int, str]], times
     Returns the name of the last task.
     """
     swaps, turns = step.work.arrangement.swaps_gradients, step.work.arrangement.turns_order
-    count = max(1, min(rooms(step), len(groups)))
+    count = max(1, min(slots(step), len(groups)))
     pool = step.pool(f"rooms {name}", count)
-    written, room, updated = [], after, ""
+    written, slot, updated = [], after, ""
     for number, (numel, path) in enumerate(groups):
         nbytes = times * numel * step.state_bytes
-        is_held = turns and number < count
+        is_cached = turns and number < count
         stays = turns and number >= len(groups) - count
-        room = step.add(f"room {name}{number}", "optimizer", after=(room,), takes={pool: 1})
-        states = (0 if is_held else 3) + (1 if swaps else 0)
-        read = step.add(f"read {name}{number}", "optimizer", {f"{path}.read": states * nbytes}, after=(room,))
+        slot = step.add(f"room {name}{number}", "optimizer", after=(slot,), takes={pool: 1})
+        states = (0 if is_cached else 3) + (1 if swaps else 0)
+        read = step.add(f"read {name}{number}", "optimizer", {f"{path}.read": states * nbytes}, after=(slot,))
         needs = {"cpu": step.adamw_s(times * numel)}
         updated = step.add(f"AdamW {name}{number}", "optimizer", needs, after=(read, updated))
         if not stays:

@@ -282,8 +282,8 @@ class _Buffers:
 
     def __init__(self, work: Workload, numels: Iterable[int]) -> None:
         parts, flight = work.streamed(), work.blocks_in_flight
-        self.held: dict[str, int] = {}
-        self.idle: set[str] = set()  # buffers in `held` whose weight has been gathered
+        self.in_use: dict[str, int] = {}
+        self.idle: set[str] = set()  # buffers in `in_use` whose weight has been gathered
         self.sizes: dict[int, int] | None = None
         self.count = work.sizes.pool_buffers or parts.monolithic_count(flight)
         if work.arrangement.pool == "adaptive":
@@ -299,34 +299,34 @@ class _Buffers:
     @property
     def free(self) -> int:
         """Buffers that hold no weight."""
-        return max(0, self.count - len(self.held))
+        return max(0, self.count - len(self.in_use))
 
     def take(self, name: str, numel: int) -> bool:
         """Take a buffer for a weight; return False if there is none. In the adaptive pool, a buffer of the same size
         whose weight has been gathered is reused."""
         numel = -(-numel // self.ranks)
-        if name in self.held:
+        if name in self.in_use:
             return False
         if self.sizes is None:
             if not self.free:
                 return False
         else:
-            mine = [each for each, size in self.held.items() if size == numel]
+            mine = [each for each, size in self.in_use.items() if size == numel]
             if len(mine) >= self.sizes[numel]:
                 if (idle := next((each for each in mine if each in self.idle), None)) is None:
                     return False
                 self.give(idle)
-        self.held[name] = numel
+        self.in_use[name] = numel
         return True
 
     def gathered(self, name: str) -> None:
         """Note that a weight has been gathered, so that its buffer may be reused."""
-        if name in self.held:
+        if name in self.in_use:
             self.idle.add(name)
 
     def give(self, name: str) -> None:
         """Return a weight's buffer, if it has one."""
-        self.held.pop(name, None)
+        self.in_use.pop(name, None)
         self.idle.discard(name)
 
 
@@ -339,7 +339,7 @@ class _Gradients:
         self.step, work = step, step.work
         self.each = step.swapped_states_bytes / work.spec.parameters if work.arrangement.swaps_gradients else 0.0
         self.bucket_size = max(1, min(int(REDUCE_BUCKET) // work.spec.k**2, work.spec.parameters))
-        self.room = work.ranks * max(map(sum, work.sub_groups())) * step.state_bytes
+        self.buffer_bytes = work.ranks * max(map(sum, work.sub_groups())) * step.state_bytes
         self.free = work.optimizer_buffers
         self.bucket: list[int] = []
         self.filled = 0.0
@@ -377,7 +377,7 @@ class _Gradients:
         bucket, self.bucket = self.bucket, []
         for numel in bucket:
             nbytes = numel * self.each
-            if self.filled and self.filled + nbytes > self.room:
+            if self.filled and self.filled + nbytes > self.buffer_bytes:
                 self._write(after)
                 self.free -= 1
                 if self.free <= 0:

@@ -104,11 +104,11 @@ def _policies_of_arm(step: Step, regions: list[Region]) -> list[str]:
     if arm in (KEEP, RECOMPUTE):
         return [arm] * len(regions)
     kept = 0 if arm == "as_published" else PIECES_PER_BLOCK
-    room = _taken_in_forward(step) if arm == "hybrid" else float("inf")
+    budget = _taken_in_forward(step) if arm == "hybrid" else float("inf")
     policies, used = [], 0.0
     for region in regions[: len(regions) - kept]:
         used += region.saved
-        policies.append(OFFLOAD if used <= room else KEEP)
+        policies.append(OFFLOAD if used <= budget else KEEP)
     return policies + [KEEP] * kept
 
 

@@ -447,10 +447,10 @@ class ActivationCache:
         known = self._regions.get(saved.identity)
         if known is not None and known() in (None, saved):
             del self._regions[saved.identity]  # at once, so that a released region is not found again
-        under_way = saved.writing or saved.reading
-        if under_way is not None:
+        transfer = saved.writing or saved.reading
+        if transfer is not None:
             self._releasing.add(saved)
-            under_way.add_done_callback(lambda _: self._erase(saved))
+            transfer.add_done_callback(lambda _: self._erase(saved))
         else:
             self._erase(saved)
 

@@ -14,15 +14,15 @@ OWNER = "swapped_activations"
 
 
 class HostFirst(TierBase):
-    """Up to `room_bytes` of `allocator`'s memory on top of the tier `below`, which it takes over.
+    """Up to `host_bytes` of `allocator`'s memory on top of the tier `below`, which it takes over.
 
     Buffers are allocated on first use and reused for tensors of the same size. `transferred` counts the traffic of the
     tier below. Writes of parts of tensors are not supported.
     """
 
-    def __init__(self, below: Tier, room_bytes: int, allocator: Allocator) -> None:
+    def __init__(self, below: Tier, host_bytes: int, allocator: Allocator) -> None:
         super().__init__("host memory")
-        self._below, self._room, self._allocator = below, room_bytes, allocator
+        self._below, self._free_host_bytes, self._allocator = below, host_bytes, allocator
         self._here: dict[str, torch.Tensor] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}
 
@@ -63,7 +63,7 @@ class HostFirst(TierBase):
         self._below.wait(timeout_s)
 
     def reserve(self, more_bytes: int) -> None:
-        self._below.reserve(max(0, more_bytes - self._room))
+        self._below.reserve(max(0, more_bytes - self._free_host_bytes))
 
     def register(self, tensor: torch.Tensor) -> bool:
         return self._below.register(tensor)
@@ -73,7 +73,7 @@ class HostFirst(TierBase):
 
     @property
     def free_bytes(self) -> int:
-        return self._room + self._below.free_bytes
+        return self._free_host_bytes + self._below.free_bytes
 
     @property
     def transferred(self) -> Transferred:
@@ -94,9 +94,9 @@ class HostFirst(TierBase):
         if spare:
             return spare.pop()
         reserved = self._allocator.reserved_bytes(nbytes)
-        if reserved > self._room:
+        if reserved > self._free_host_bytes:
             return None
-        self._room -= reserved
+        self._free_host_bytes -= reserved
         return self._allocator.allocate(nbytes, torch.uint8, name="activations", owner=OWNER)
 
     def _release(self) -> None:

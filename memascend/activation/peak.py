@@ -181,10 +181,10 @@ def _backward(regions: list[_Region], read: set[int], ratio: float, entry_bytes:
             after.append(last_read)
             gives = {_POOL: region.nbytes, _AHEAD: region.nbytes}
         elif region.policy == RECOMPUTE:
-            again, held = f"again {number}", f"save again {number}"
+            again, save = f"again {number}", f"save again {number}"
             tasks.append(Task(name=again, phase="backward", needs={"device": region.seconds}, after=(last,)))
-            tasks.append(Task(name=held, phase="backward", after=(again,), takes={_POOL: region.nbytes}))
-            after, gives = [held], {_POOL: region.nbytes + entry_bytes}
+            tasks.append(Task(name=save, phase="backward", after=(again,), takes={_POOL: region.nbytes}))
+            after, gives = [save], {_POOL: region.nbytes + entry_bytes}
         tasks.append(
             Task(
                 name=f"backward {number}",

@@ -122,16 +122,16 @@ class StagedTier:
 
     def _staged(self, nbytes: int, function: Callable[[torch.Tensor], Completion], *, which: int) -> Completion:
         """Call `function` with a slot once one is available; the slot is freed when its completion ends, in any way."""
-        room, slots = Promise(f"room for {nbytes} bytes of staging"), []
+        space, slots = Promise(f"room for {nbytes} bytes of staging"), []
 
         def begin(_: Any) -> Completion:
             slots.append(self._take(nbytes))
             return function(slots[0])
 
-        done = room.then(begin)
+        done = space.then(begin)
         done.add_done_callback(lambda _: self._give(nbytes, slots))
         with self._lock:
-            self._queues[which].append((nbytes, room))
+            self._queues[which].append((nbytes, space))
         self._serve()
         return done
 
@@ -142,9 +142,9 @@ class StagedTier:
                 queue = next((queue for queue in self._queues if queue), None)
                 if queue is None or (self._used_bytes and self._used_bytes + queue[0][0] > self._most_bytes):
                     return
-                nbytes, room = queue.popleft()
+                nbytes, space = queue.popleft()
                 self._used_bytes += nbytes
-            room.set_result(None)
+            space.set_result(None)
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """Return an idle slot of `nbytes`, or a new one from the allocator."""

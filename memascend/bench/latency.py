@@ -13,7 +13,7 @@ import torch
 
 from memascend import _C
 from memascend.bench.rounds import conditions, spread
-from memascend.memory.latency_first import rooms_of
+from memascend.memory.latency_first import capacities_of
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.memory.placement import on_node
 from memascend.memory.topology import Topology
@@ -31,11 +31,11 @@ def measure(kibs: list[int], repeats: int) -> dict[str, Any]:
     allocator = PageAlignedPinnedAllocator(lock=False, register_cuda=False, pages="transparent")
     walked, topology = {}, Topology.read()
     far = {node.number for node in topology.memory_only}
-    for room in rooms_of(topology):
+    for capacity in capacities_of(topology):
         for size in sizes:
-            if size <= room.nbytes // 4:
-                where = {"name": f"node {room.node}", "owner": "bench", "placement": on_node(room.node)}
-                walked[room.node, size] = allocator.allocate(size, torch.uint8, **where)
+            if size <= capacity.nbytes // 4:
+                where = {"name": f"node {capacity.node}", "owner": "bench", "placement": on_node(capacity.node)}
+                walked[capacity.node, size] = allocator.allocate(size, torch.uint8, **where)
     if missing := set(sizes) - {size for _, size in walked}:
         raise ValueError(f"--kib: {max(missing) >> 10} KiB exceed a quarter of the free memory of every node")
     seconds: dict[tuple[int, int], list[float]] = {key: [] for key in walked}

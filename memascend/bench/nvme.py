@@ -83,7 +83,7 @@ def measure(options: NvmeOptions) -> dict[str, Any]:
         register=options.register,
     )
     # fio's region, and two versions of each streamed tensor: the committed one and the one being written.
-    size = (3 * options.region_bytes if streams else 0) + nvme_sizes.room(by_size) + (64 << 20)
+    size = (3 * options.region_bytes if streams else 0) + nvme_sizes.store_bytes(by_size) + (64 << 20)
     free = shutil.disk_usage(options.folder).free
     if free < size + nvme_sizes.disk_bytes(by_size):
         needed = size + nvme_sizes.disk_bytes(by_size)

@@ -31,7 +31,7 @@ from memascend.bench import nvme_target
 from memascend.bench.rounds import ratios, spread
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.storage.commands import preallocate
-from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, space_for
 from memascend.storage.native import _C
 
 ENGINE, IN_FILE, SAME_PLACE, FILE_PER_TENSOR = "engine", "engine, file", "DeepNVMe", "DeepNVMe, file per tensor"
@@ -91,7 +91,7 @@ def measure(options: SizeOptions, owner: str, path: str) -> tuple[list[dict[str,
             folder = Path(nvme_target.file_below(path)).parent
             config = DirectEngineConfig(block_bytes=options.block_bytes, depth=options.depth)
             engines[IN_FILE] = stack.enter_context(
-                DirectEngine.create_file_store(folder, room_for([largest]), owner, config)
+                DirectEngine.create_file_store(folder, space_for([largest]), owner, config)
             )
         for engine in engines.values() if options.register else ():
             engine.register_buffer(memory)
@@ -272,7 +272,7 @@ def summary(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def room(options: SizeOptions) -> int:
+def store_bytes(options: SizeOptions) -> int:
     """Return the bytes that the store must hold."""
     return max(options.sizes, default=0) * len(options.workers) + (64 << 20)
 

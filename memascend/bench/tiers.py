@@ -77,7 +77,7 @@ def measure(options: TierOptions) -> dict[str, Any]:
     for processes in options.processes:
         for way in WAYS if processes > 1 else WAYS[1:]:
             workers = _run(options, processes, exclusive=way == "exclusive")
-            rates = rates or _told(options) or workers[0]["rates"]
+            rates = rates or _limits(options) or workers[0]["rates"]
             seconds = [max(worker["seconds"][n] for worker in workers) for n in range(options.repeats)]
             points.append(_point(processes, way, seconds, [worker["seconds"] for worker in workers]))
             rows.append(_row(options, processes, way, workers, rates, seconds))
@@ -88,7 +88,7 @@ def measure(options: TierOptions) -> dict[str, Any]:
     return _facts(options) | {"rates": rates, "points": points, "summary": rows, "apart": apart, "halved": halved}
 
 
-def _told(options: TierOptions) -> dict[str, list[float]]:
+def _limits(options: TierOptions) -> dict[str, list[float]]:
     """Return the rates to which the options limit each path; an empty dict if they do not."""
     return {path: list(rates) for path, rates in zip(options.paths, options.simplex or (), strict=False)}
 
@@ -102,7 +102,7 @@ def _facts(options: TierOptions) -> dict[str, Any]:
 
 def predict(options: TierOptions) -> dict[str, Any]:
     """Return the result of `measure` as simulated for paths with the rates `simplex`; the paths need not exist."""
-    rates, rows, points = _told(options), [], []
+    rates, rows, points = _limits(options), [], []
     for processes in options.processes:
         each = [[seconds] for seconds in _played(options, processes)]
         for way in WAYS if processes > 1 else WAYS[1:]:
@@ -128,10 +128,10 @@ def _played(options: TierOptions, processes: int) -> list[float]:
             read, write = (f"{direction} {rank}.{group}" for direction in DIRECTIONS)
             common = {"rank": rank, "phase": "pass"}
             needs = [{f"{path}.{direction}": options.group_bytes} for direction in DIRECTIONS]
-            tasks.append(Task(name=read, needs=needs[0], takes={f"rooms{rank}": 1}, **common))
-            tasks.append(Task(name=write, needs=needs[1], after=(read,), gives={f"rooms{rank}": 1}, **common))
-    rooms = {f"rooms{rank}": options.in_memory for rank in range(processes)}
-    events = simulate(tasks, ResourceModel(name="paths", resources=drives, pools=rooms)).events
+            tasks.append(Task(name=read, needs=needs[0], takes={f"slots{rank}": 1}, **common))
+            tasks.append(Task(name=write, needs=needs[1], after=(read,), gives={f"slots{rank}": 1}, **common))
+    slots = {f"slots{rank}": options.in_memory for rank in range(processes)}
+    events = simulate(tasks, ResourceModel(name="paths", resources=drives, pools=slots)).events
     return [max(event.end_s for event in events if event.rank == rank) for rank in range(processes)]
 
 
@@ -165,8 +165,8 @@ def _halved(options: TierOptions, processes: int, way: str, workers: list[dict[s
 
 def _formula(options: TierOptions, processes: int, rates: Sequence[Rates], duplex: bool) -> float:
     """Return the seconds of a pass according to the update formula, for the paths' rates and equal sub-groups."""
-    held = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", rates)]
-    return update_seconds(held, rates, duplex=duplex)
+    load_bytes = [n * options.group_bytes for n in counts(processes * options.groups, "balanced", rates)]
+    return update_seconds(load_bytes, rates, duplex=duplex)
 
 
 def _row(
@@ -245,7 +245,7 @@ def _worker(asked: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     buffers = [torch.empty(asked["group_bytes"], dtype=torch.uint8).fill_(number) for number in range(asked["held"])]
     config = DirectEngineConfig(workers=1, depth=32, volatile=True)
-    drives = {path: SharedRateLimiter(clock_of(path), *rates) for path, rates in _held_to(asked)}
+    drives = {path: SharedRateLimiter(clock_of(path), *rates) for path, rates in _limited(asked)}
     around = (lambda path, tier: RateLimitedTier(tier, drives[path])) if drives else None
     with open_paths(
         asked["paths"], "memascend bench", config=config, exclusive=asked["exclusive"], around=around
@@ -286,7 +286,7 @@ def _one_by_one(move: Callable[[str, torch.Tensor], Any], groups: int, buffer: t
         move(str(group), buffer).wait()
 
 
-def _held_to(asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
+def _limited(asked: dict[str, Any]) -> list[tuple[str, list[float]]]:
     """Return the (path, rates) pairs that the options limit; empty without limits."""
     return list(zip(asked["paths"], asked["simplex"], strict=True)) if asked["simplex"] else []
 

@@ -135,9 +135,9 @@ def run_activations(options: argparse.Namespace, count: Count) -> tuple[dict[str
     lines += [f"drive: {', '.join(rates)}; peaks over what was resident before the step; medians with quartiles"]
     lines += ["way           batch   s per step  x of keeping (predicted)   peak MiB   less predicted  waited  equal"]
     for row in result["summary"]:
-        told = "predicted_peak_reduction" in row
-        planned = f"{row['predicted_peak_reduction']:>10.1%}" if told else f"{'':>10}"
-        slower = f" ({row['predicted_seconds_of_keeping']:.2f})" if told else f"{'':>7}"
+        is_predicted = "predicted_peak_reduction" in row
+        planned = f"{row['predicted_peak_reduction']:>10.1%}" if is_predicted else f"{'':>10}"
+        slower = f" ({row['predicted_seconds_of_keeping']:.2f})" if is_predicted else f"{'':>7}"
         lines.append(
             f"{row['way']:<12}{row['batch']:>7}{row['seconds']['median']:>12.3f}  {show(row['seconds_of_keeping'])}"
             f"{slower}{row['peak_bytes']['median'] / 2**20:>10.1f}{row['peak_reduction']:>7.1%} {planned}"

@@ -17,7 +17,7 @@ from memascend.doctor.nodes import NodeSpeed, chosen_placement, measure_nodes
 from memascend.doctor.speed import DeviceSpeed, device_speed, takes_direct_io
 from memascend.memory.cgroup import host_memory, ram_bytes
 from memascend.memory.topology import Node, Topology
-from memascend.storage.shared_memory import room
+from memascend.storage.shared_memory import headroom
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 GIB, MIB = 2**30, 2**20
@@ -112,8 +112,8 @@ def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
     wanted = AIO_EVENTS_A_RANK * ranks
     free = int(most) - int(used) if most.strip().isdecimal() and used.strip().isdecimal() else None
     if not error and (free is None or free >= wanted):
-        room = f", {free:,} of fs.aio-max-nr free" if free is not None else ""
-        return Check(name="libaio", status=OK, found=f"set up and destroyed again{room}")
+        note = f", {free:,} of fs.aio-max-nr free" if free is not None else ""
+        return Check(name="libaio", status=OK, found=f"set up and destroyed again{note}")
     if error == errno.EAGAIN or (free is not None and free < wanted):
         return Check(
             name="libaio",
@@ -155,11 +155,11 @@ def check_memory(needs: Needs | None, root: Path = Path("/")) -> Check:
 
 def check_shared_memory(ranks: int, folder: Path = Path("/dev/shm")) -> Check:
     """Check whether /dev/shm has space for the buffers of DeepSpeed's ranks on a CPU."""
-    there = room(ranks, folder)
-    if there.suffices:
-        return Check(name="shared memory", status=OK, found=f"{size(there.free_bytes)} free in {folder}")
-    found = f"{size(there.free_bytes)} free in {folder}; DeepSpeed on a CPU takes {size(there.needed_bytes)}"
-    return Check(name="shared memory", status=WARN, found=found, fix=there.FIX)
+    left = headroom(ranks, folder)
+    if left.suffices:
+        return Check(name="shared memory", status=OK, found=f"{size(left.free_bytes)} free in {folder}")
+    found = f"{size(left.free_bytes)} free in {folder}; DeepSpeed on a CPU takes {size(left.needed_bytes)}"
+    return Check(name="shared memory", status=WARN, found=found, fix=left.FIX)
 
 
 def check_swap(limit: int | None, root: Path = Path("/")) -> Check:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memascend.memory.latency_first import Room, rooms_of
+from memascend.memory.latency_first import NodeCapacity, capacities_of
 from memascend.memory.topology import Topology
 
 MIB = 2**20
@@ -40,10 +40,10 @@ def measure_nodes(topology: Topology | None = None, *, bytes_at_most: int = CHAS
         return []
     topology = topology or Topology.read()
     found = []
-    for room in rooms_of(topology):
-        size = min(bytes_at_most, room.nbytes // 4) // MIB * MIB
+    for capacity in capacities_of(topology):
+        size = min(bytes_at_most, capacity.nbytes // 4) // MIB * MIB
         if size >= 4 * MIB:
-            found.append(_measure(room.node, size))
+            found.append(_measure(capacity.node, size))
     return found
 
 
@@ -92,13 +92,13 @@ def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
 
     Divided buffers are split by the firmware's bandwidths or, if these are unknown, evenly.
     """
-    rooms = rooms_of(topology)
-    near, far = ([room for room in rooms if room.near is wanted] for wanted in (True, False))
+    capacities = capacities_of(topology)
+    near, far = ([capacity for capacity in capacities if capacity.near is wanted] for wanted in (True, False))
     if not far:
         return "latency_first leaves all host buffers on " + _named(near)
-    rates = {room.node: room.bandwidth for room in rooms}
+    rates = {capacity.node: capacity.bandwidth for capacity in capacities}
     known = all(rates.values())
-    shares = " : ".join(f"{(rates[room.node] or 0) / 1e9:.0f}" if known else "1" for room in rooms)
+    shares = " : ".join(f"{(rates[capacity.node] or 0) / 1e9:.0f}" if known else "1" for capacity in capacities)
     origin = "GB/s of the firmware" if known else "the firmware gives no bandwidths"
     measured = " : ".join(f"{speed.adamw_bytes_per_s / 1e9:.1f}" for speed in speeds)
     return f"latency_first fills {_named(near)}, then {_named(far)}; what is divided is divided {shares} ({origin}" + (
@@ -106,7 +106,8 @@ def chosen_placement(topology: Topology, speeds: list[NodeSpeed]) -> str:
     )
 
 
-def _named(rooms: list[Room]) -> str:
+def _named(capacities: list[NodeCapacity]) -> str:
     """Return the numbers of the nodes and their bytes in all."""
-    numbers = ", ".join(str(room.node) for room in rooms)
-    return f"node{'s' if len(rooms) > 1 else ''} {numbers} ({sum(room.nbytes for room in rooms) / 2**30:.1f} GiB)"
+    numbers = ", ".join(str(capacity.node) for capacity in capacities)
+    total = sum(capacity.nbytes for capacity in capacities)
+    return f"node{'s' if len(capacities) > 1 else ''} {numbers} ({total / 2**30:.1f} GiB)"

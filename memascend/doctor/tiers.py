@@ -27,9 +27,9 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
     drives: dict[str, Path] = {}
     for path in (each.absolute() for each in paths):
         if path.is_block_device():
-            check, room, speed = _device(path, try_speed)
+            check, free_bytes, speed = _device(path, try_speed)
             if check.status == OK:
-                free[path] = room
+                free[path] = free_bytes
             if speed is not None:
                 speeds[path] = speed
             yield check
@@ -66,16 +66,16 @@ def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None
     try:
         owner = require_usable(path).owner or ""
         with DirectTier.on_devices([path], owner, DirectEngineConfig(volatile=True)) as tier:
-            room, rates = tier.free_bytes, measure(tier) if try_speed else None
+            free_bytes, rates = tier.free_bytes, measure(tier) if try_speed else None
     except (DeviceRefused, OSError) as refused:  # StorageError is an OSError
         fix = "see memascend storage format, or name another path"
         return Check(name="path", status=FAIL, found=str(refused), fix=fix), 0, None
-    found = f"{path}: {size(room)} free on a raw device"
+    found = f"{path}: {size(free_bytes)} free on a raw device"
     if rates is None:
-        return Check(name="path", status=OK, found=found), room, None
+        return Check(name="path", status=OK, found=found), free_bytes, None
     speed = DeviceSpeed(write_bytes_per_s=rates.write, read_bytes_per_s=rates.read, tried_bytes=PROBE_BYTES)
     found += f", written at {rates.write / 1e9:.2f} GB/s, read at {rates.read / 1e9:.2f} GB/s"
-    return Check(name="path", status=OK, found=found), room, speed
+    return Check(name="path", status=OK, found=found), free_bytes, speed
 
 
 def _together(speeds: dict[Path, DeviceSpeed], free: dict[Path, int], needs: Needs | None) -> Check:

@@ -82,8 +82,8 @@ class EngineState(HookedRuntime):
         )
         self._swapping: Swapping | None = None
         if options.swap is not None:
-            tier, room, device = self._auxiliary.swap_tier, int(options.swap_room), units.device
-            self._swapping = Swapping(model, units.blocks, str(options.swap), tier, room, allocator, device)
+            tier, host_bytes, device = self._auxiliary.swap_tier, int(options.swap_room), units.device
+            self._swapping = Swapping(model, units.blocks, str(options.swap), tier, host_bytes, allocator, device)
         self._heap = HeapTrimmer()
         self._kept_buffers = KeptBuffers(model, store)
         self._hooks = ModelHooks(self, model, units, self.weights, self._contents, self._profile)
@@ -241,7 +241,7 @@ class EngineState(HookedRuntime):
             link=link_rate(self.units.device),
             read=rates.read,
             write=rates.write,
-            room=int(self.options.swap_room),
+            host_bytes=int(self.options.swap_room),
         )
         decision = swapping.decide(
             measured,

@@ -38,9 +38,9 @@ class PassRuntime(GradientAccess):
         self._require_usable()
         self._in_forward = True
         if not torch.is_grad_enabled():
-            for under_way in (self._looking, self._together):
-                if under_way is not None:
-                    under_way.footprint.evaluated = True
+            for running in (self._looking, self._together):
+                if running is not None:
+                    running.footprint.evaluated = True
             self._stream.read_ahead(self._pattern[: len(self._pattern) // 2])
             return
         if self._together is not None:

@@ -25,15 +25,15 @@ class Snapshot:
         self.waited_s = 0.0  # seconds that writers waited, summed over all writers, also concurrent ones
         self.ended = False
 
-    def next(self, under_way: str | None = None) -> str | None:
-        """Return the key of the tensor to copy next: one that a writer waits for, the one in progress (`under_way`), or
+    def next(self, in_progress: str | None = None) -> str | None:
+        """Return the key of the tensor to copy next: one that a writer waits for, the one `in_progress`, or
         the first; None if all are copied or the snapshot has ended."""
         with self._changed:
             while self._wanted and self._wanted[0] not in self._pending:
                 self._wanted.popleft()
             if self._wanted:
                 return self._wanted[0]
-            return under_way if under_way in self._pending else next(iter(self._pending), None)
+            return in_progress if in_progress in self._pending else next(iter(self._pending), None)
 
     def copied(self, key: str) -> None:
         """Note that a tensor was copied and may be overwritten."""

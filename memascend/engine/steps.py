@@ -101,7 +101,7 @@ class StepRuntime(EngineState):
         and complete an update that an interrupt cut off. With `gives_up`, first discard a step whose backward pass or
         update ended in an error that the loop has seen. Raises RuntimeError or InterruptedUpdate."""
         self.weights.require_own_process()
-        if gives_up and (self.updates.failure_was_told or self.at_work.backward_begun):
+        if gives_up and (self.updates.failure_was_raised or self.at_work.backward_begun):
             log.warning(
                 "memascend: the current step was discarded after an error; training continues from the previous one"
             )

@@ -123,7 +123,7 @@ def link_rate(device: torch.device) -> float:
 
 
 class Swapping:
-    """Activation swapping of one model. Swapped results first take up to `room_bytes` of host memory from `allocator`;
+    """Activation swapping of one model. Swapped results first take up to `host_bytes` of host memory from `allocator`;
     the rest goes to the tier that `tier()` creates. Not thread-safe."""
 
     def __init__(
@@ -132,13 +132,13 @@ class Swapping:
         blocks: Sequence[nn.Module],
         rule: str,
         tier: Callable[[], Tier],
-        room_bytes: int,
+        host_bytes: int,
         allocator: Allocator,
         device: torch.device,
     ) -> None:
         self._device = device
         self.model, self._blocks, self.rule = model, list(blocks), rule
-        self._tier, self._room_bytes, self._allocator = tier, room_bytes, allocator
+        self._tier, self._host_bytes, self._allocator = tier, host_bytes, allocator
         self.decision: Decision | None = None
         self.cache: ActivationCache | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -220,7 +220,7 @@ class Swapping:
         self._chosen = {key: frozenset(numbers) for key, numbers in chosen.items()}
         if self._chosen:
             below = self._tier()
-            tier = HostFirst(below, self._room_bytes, self._allocator) if self._room_bytes else below
+            tier = HostFirst(below, self._host_bytes, self._allocator) if self._host_bytes else below
             options = CacheOptions(amount="all", minimum_bytes=_LEAST_BYTES, device=self._device.type)
             policies = dict.fromkeys(self._blocks, OFFLOAD)
             self.cache = ActivationCache(tier, options, policies, allocator=self._allocator)

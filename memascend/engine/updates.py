@@ -111,7 +111,7 @@ class Updates:
         return {name for name, _ in self._arrived}
 
     @property
-    def failure_was_told(self) -> bool:
+    def failure_was_raised(self) -> bool:
         """Whether an update has failed and its error has been raised in the training thread."""
         return self._thread.failure_was_raised
 

@@ -36,13 +36,13 @@ class HostBudgetExceeded(MemoryError):
         self.in_use = {owner: size for owner, size in in_use.items() if size}
         self.left_bytes = budget.limit_bytes - sum(self.in_use.values())
         largest_first = sorted(self.in_use.items(), key=lambda item: -item[1])
-        held = ", ".join(f"{owner} {_text(size)}" for owner, size in largest_first) or "nothing"
+        by_owner = ", ".join(f"{owner} {_text(size)}" for owner, size in largest_first) or "nothing"
         needed = (sum(self.in_use.values()) + requested_bytes) * budget.ranks
         super().__init__(
             f"{owner} asks for {_text(requested_bytes)} of host memory ({name!r}), and "
             f"{_text(max(0, self.left_bytes))} are left of the budget of {_text(budget.limit_bytes)}{budget.share}; "
-            f"in use: {held}; raise {KEY} to at least {math.ceil(needed / _GIB * 100) / 100:.2f}GiB, or use a smaller "
-            "model, batch or context"
+            f"in use: {by_owner}; raise {KEY} to at least {math.ceil(needed / _GIB * 100) / 100:.2f}GiB, or use a "
+            "smaller model, batch or context"
         )
 
 

@@ -1,6 +1,7 @@
 """Assignment of tensor classes to NUMA nodes by latency: CXL-aware allocation, section IV-B. No system calls.
 
-    plan = latency_first([Item(MASTERS, 46 * GIB), ...], [Room(0, 128 * GIB, near=True), Room(1, 512 * GIB)])
+    nodes = [NodeCapacity(0, 128 * GIB, near=True), NodeCapacity(1, 512 * GIB)]
+    plan = latency_first([Item(MASTERS, 46 * GIB), ...], nodes)
     plan["master_weights"].bytes_by_node  # {0: 49392123904}
 
 Items are placed from the lowest latency tolerance to the highest, in near memory as long as it has space. This differs
@@ -37,7 +38,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Room:
+class NodeCapacity:
     """The memory of a node that is available for tensors.
 
     `near`: memory of the processors that compute. `bandwidth`: in any unit that all nodes of a plan share; None if
@@ -65,7 +66,7 @@ class Allocation:
         return weighted(self.bytes_by_node)
 
 
-def latency_first(items: Iterable[Item], rooms: Sequence[Room]) -> dict[str, Allocation]:
+def latency_first(items: Iterable[Item], capacities: Sequence[NodeCapacity]) -> dict[str, Allocation]:
     """Return allocations by name, in the order in which they were made. Items of the same name are merged.
 
     Raises ValueError for unknown class names, MemoryError if all nodes together cannot hold the items.
@@ -75,18 +76,18 @@ def latency_first(items: Iterable[Item], rooms: Sequence[Room]) -> dict[str, All
         if item.name not in LEVELS:
             raise ValueError(f"latency_first: unknown class {item.name!r}: use {', '.join(CLASSES)}")
         sizes[item.name] = sizes.get(item.name, 0) + item.nbytes
-    left = {room.node: room.nbytes for room in rooms}
+    left = {capacity.node: capacity.nbytes for capacity in capacities}
     wanted, there = sum(sizes.values()), sum(left.values())
     if wanted > there:
         raise MemoryError(
             f"latency_first: {wanted / 2**30:.2f} GiB of tensors, and nodes {', '.join(map(str, left))} have "
             f"{there / 2**30:.2f} GiB for them: use a smaller model or batch, or give them more nodes"
         )
-    near = [room for room in rooms if room.near]
+    near = [capacity for capacity in capacities if capacity.near]
     made: dict[str, Allocation] = {}
     for name in sorted(sizes, key=CLASSES.index):
         item = Item(name, sizes[name])
-        candidates, kind = _candidates(item, near, rooms, left)
+        candidates, kind = _candidates(item, near, capacities, left)
         shares = divide(item.nbytes, candidates, left)
         for node, taken in shares.items():
             left[node] -= taken
@@ -94,21 +95,23 @@ def latency_first(items: Iterable[Item], rooms: Sequence[Room]) -> dict[str, All
     return made
 
 
-def _candidates(item: Item, near: list[Room], rooms: Sequence[Room], left: dict[int, int]) -> tuple[list[Room], str]:
+def _candidates(
+    item: Item, near: list[NodeCapacity], capacities: Sequence[NodeCapacity], left: dict[int, int]
+) -> tuple[list[NodeCapacity], str]:
     """Return the nodes to divide an item over, which together have enough memory for it, and the kind of allocation."""
-    near_left = sum(left[room.node] for room in near)
+    near_left = sum(left[capacity.node] for capacity in near)
     if near_left >= item.nbytes:
         return near, NEAR
-    far = [room for room in rooms if not room.near]
+    far = [capacity for capacity in capacities if not capacity.near]
     if near_left == 0:
         return far, FAR
-    return list(rooms), SPLIT
+    return list(capacities), SPLIT
 
 
-def divide(nbytes: int, rooms: Sequence[Room], left: Mapping[int, int]) -> dict[int, int]:
+def divide(nbytes: int, capacities: Sequence[NodeCapacity], left: Mapping[int, int]) -> dict[int, int]:
     """Divide bytes over nodes by bandwidth; what exceeds a node's space goes to the others by theirs. Omits zeros."""
-    rates = {room.node: float(room.bandwidth or 1) for room in rooms if left[room.node] > 0}
-    if any(room.bandwidth is None for room in rooms):
+    rates = {capacity.node: float(capacity.bandwidth or 1) for capacity in capacities if left[capacity.node] > 0}
+    if any(capacity.bandwidth is None for capacity in capacities):
         rates = dict.fromkeys(rates, 1.0)
     shares: dict[int, int] = {}
     remaining = nbytes
@@ -126,10 +129,10 @@ def divide(nbytes: int, rooms: Sequence[Room], left: Mapping[int, int]) -> dict[
             shares[node] = left[node]
             remaining -= left[node]
             del rates[node]
-    return {room.node: shares[room.node] for room in rooms if shares.get(room.node)}
+    return {capacity.node: shares[capacity.node] for capacity in capacities if shares.get(capacity.node)}
 
 
-def rooms_of(topology: Topology, limits: Mapping[int, int] | None = None) -> list[Room]:
+def capacities_of(topology: Topology, limits: Mapping[int, int] | None = None) -> list[NodeCapacity]:
     """Return the memory of a machine's nodes: what is available, or less if `limits` says so, in bytes by node.
 
     Nodes with processors are near; bandwidths are the firmware's (HMAT), and used if it states them for all nodes.
@@ -138,8 +141,8 @@ def rooms_of(topology: Topology, limits: Mapping[int, int] | None = None) -> lis
     for number in limits:
         if number not in topology.nodes:
             raise ValueError(f"placement: there is no node {number} to limit; there are {_listed(topology)}")
-    rooms = [
-        Room(
+    capacities = [
+        NodeCapacity(
             number,
             min(node.available_bytes, limits.get(number, node.available_bytes)),
             near=not node.memory_only,
@@ -148,7 +151,7 @@ def rooms_of(topology: Topology, limits: Mapping[int, int] | None = None) -> lis
         for number, node in topology.nodes.items()
         if node.total_bytes and number in topology.allowed
     ]
-    return rooms
+    return capacities
 
 
 def _listed(topology: Topology) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from memascend.memory.budget import parse_bytes
 from memascend.memory.classes import CLASSES, LEVELS, ByClass
-from memascend.memory.latency_first import Item, latency_first, rooms_of
+from memascend.memory.latency_first import Item, capacities_of, latency_first
 from memascend.memory.policies import Placement, interleaved, on_node, weighted
 from memascend.memory.topology import Topology
 
@@ -87,8 +87,8 @@ class PlacementPolicy:
         if self.kind == PROCESS_INTERLEAVE:
             return None
         if self.kind == LATENCY_FIRST:
-            rooms = rooms_of(topology, self.limits)
-            made = latency_first([Item(name, size) for name, size in sizes.items() if size], rooms)
+            capacities = capacities_of(topology, self.limits)
+            made = latency_first([Item(name, size) for name, size in sizes.items() if size], capacities)
             return ByClass({name: allocation.placement() for name, allocation in made.items()})
         usable = [n for n, node in topology.nodes.items() if node.total_bytes and n in topology.allowed]
         if self.kind == INTERLEAVE:

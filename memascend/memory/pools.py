@@ -70,9 +70,9 @@ class Lease:
         return self.slot_tensor.narrow(0, 0, self.numel)
 
     def __str__(self) -> str:
-        held_s = time.monotonic() - self.since_s
+        age_s = time.monotonic() - self.since_s
         return (
-            f"{self.key!r} ({self.tensor.nbytes} bytes in {self.class_name}, for {held_s:.3g} s, thread {self.holder})"
+            f"{self.key!r} ({self.tensor.nbytes} bytes in {self.class_name}, for {age_s:.3g} s, thread {self.holder})"
         )
 
 

@@ -117,10 +117,10 @@ def choose(work: Workload, machine: MachineSpec, room_bytes: float, calibrations
     )
 
 
-def activation_room(work: Workload, gpu_bytes: float) -> float:
+def bytes_for_activations(work: Workload, gpu_bytes: float) -> float:
     """Return the bytes of one GPU that are left for saved activations after weights, states and kernels."""
     from memascend.planner.gpu_memory import gpu_memory  # which imports torch
 
     rest = ("activations of", "logits", "activation checkpoints")
-    held = gpu_memory(work).components()
-    return gpu_bytes - sum(size for name, size in held.items() if not name.startswith(rest))
+    parts = gpu_memory(work).components()
+    return gpu_bytes - sum(size for name, size in parts.items() if not name.startswith(rest))

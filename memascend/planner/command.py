@@ -279,19 +279,21 @@ def _device(options: argparse.Namespace) -> str:
 
 def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
     """Return the workload of the DeepSpeed JSON that --ds-config names."""
-    from memascend.planner.from_config import Told, read_config, workload_of
+    from memascend.planner.from_config import CommandLine, read_config, workload_of
 
     for name in ("system", "arm", "states", "gradients", "clip", "write_config"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} and --ds-config exclude one another: the configuration says what is planned")
-    told = Told(
+    command_line = CommandLine(
         dtype=options.dtype,
         batch=options.batch,
         accumulation=options.accumulate,
         **{name: getattr(options, name) for name in MODEL_OPTIONS},
     )
-    return workload_of(read_config(options.ds_config), spec, ranks=options.gpus, context=options.context, told=told)
+    return workload_of(
+        read_config(options.ds_config), spec, ranks=options.gpus, context=options.context, command_line=command_line
+    )
 
 
 def _bytes(size_gib: float | None) -> float | None:

@@ -70,12 +70,12 @@ def largest_sub_group(groups: Iterable[Sequence[int]], sub_group_size: int) -> i
     """Return the elements of DeepSpeed's largest sub-group, which closes once it has ``sub_group_size`` elements."""
     largest = 0
     for group in groups:
-        held = 0
+        total = 0
         for numel in group:
-            held += numel
-            largest = max(largest, held)
-            if held >= sub_group_size:
-                held = 0
+            total += numel
+            largest = max(largest, total)
+            if total >= sub_group_size:
+                total = 0
     return largest
 
 
@@ -116,13 +116,13 @@ def cached_sub_groups_for(paths: int) -> int:
     return 2 * paths + 1
 
 
-def cached_sub_group_buffers(swaps_gradients: bool, held: int) -> int:
-    """Return the ``buffer_count`` for `held` sub-groups in host memory over several paths.
+def cached_sub_group_buffers(swaps_gradients: bool, sub_groups: int) -> int:
+    """Return the ``buffer_count`` for `sub_groups` sub-groups in host memory over several paths.
 
     Swapped gradients are stored next to the states, and need one more buffer to be written in backward. Gradients that
     stay in host memory are read in place.
     """
-    return held * STATES_AND_GRADIENT + 1 if swaps_gradients else held * STATES
+    return sub_groups * STATES_AND_GRADIENT + 1 if swaps_gradients else sub_groups * STATES
 
 
 def cached_sub_groups_in(buffers: int, swaps_gradients: bool) -> int:
@@ -139,6 +139,6 @@ def cached_sub_groups_within(
     ``gradient_bytes`` of it, and a fifth of the rest is reserved for later allocations. ``buffer_bytes``: one buffer of
     the largest sub-group. ``sub_groups``: their total number.
     """
-    room = 0.8 * (left_bytes - gradient_bytes) - (buffer_bytes if swaps_gradients else 0)
+    available_bytes = 0.8 * (left_bytes - gradient_bytes) - (buffer_bytes if swaps_gradients else 0)
     each = (STATES_AND_GRADIENT if swaps_gradients else STATES) * buffer_bytes
-    return max(_LEAST_CACHED, min(sub_groups, int(room // each)))
+    return max(_LEAST_CACHED, min(sub_groups, int(available_bytes // each)))

@@ -39,7 +39,7 @@ _DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float16": "fp16", "b
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class CommandLine:
     """Values given on the command line (None: not given), which the configuration must not contradict."""
 
     dtype: str | None = None
@@ -64,17 +64,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def workload_of(
-    config: Mapping[str, Any], spec: ModelSpec, *, ranks: int = 1, context: int = 4096, told: Told | None = None
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    *,
+    ranks: int = 1,
+    context: int = 4096,
+    command_line: CommandLine | None = None,
 ) -> Workload:
     """Return the workload of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine.
 
-    `context`: tokens per sequence. `told`: values given on the command line. With a section "memascend" the workload is
+    `context`: tokens per sequence. `command_line`: values given there. With a section "memascend" the workload is
     MemAscend's, with the parts that the section selects; without one it is today's DeepSpeed.
 
     Raises a one-line ValueError for what cannot be planned: ZeRO stages below 3, fp32, parameters kept in memory by
     max_in_cpu, parameters and optimizer in different places.
     """
-    told = told or Told()
+    command_line = command_line or CommandLine()
     zero, section = _section(config, "zero_optimization"), _section(config, SECTION)
     ours = SECTION in config and section.get("enabled", True) is not False
     section = section if ours else {}
@@ -86,10 +91,10 @@ def workload_of(
     states = (
         "bf16" if section.get("optimizer_states") == "bf16" or bf16.get("bf16_optimizer_states") is True else "fp32"
     )
-    dtype = "bf16" if states == "bf16" else _dtype(config, bf16, told)
-    batch, accumulation = _batch(config, ranks, told)
+    dtype = "bf16" if states == "bf16" else _dtype(config, bf16, command_line)
+    batch, accumulation = _batch(config, ranks, command_line)
     budget = section.get("host_memory")
-    options: dict[str, Any] = {name: _option(section, name, told) for name in MODEL_OPTIONS}
+    options: dict[str, Any] = {name: _option(section, name, command_line) for name in MODEL_OPTIONS}
     return Workload(
         spec=spec,
         system=system,
@@ -195,18 +200,18 @@ def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
     return arrangement_of_parts(named, label, weights_on_gpu=weights_on_gpu, **more)
 
 
-def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], told: Told) -> str:
+def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], command_line: CommandLine) -> str:
     """Return the dtype of the model from fp16.enabled, bf16.enabled or the command line. Raises ValueError."""
     on = [
         name for name, section in (("fp16", _section(config, "fp16")), ("bf16", bf16)) if section.get("enabled") is True
     ]
     if len(on) > 1:
         raise ValueError("fp16.enabled and bf16.enabled are both true: choose one")
-    if on and told.dtype not in (None, on[0]):
-        raise ValueError(f"the configuration says {on[0]}, the command line {told.dtype}: leave --dtype out")
-    if not on and told.dtype is None:
+    if on and command_line.dtype not in (None, on[0]):
+        raise ValueError(f"the configuration says {on[0]}, the command line {command_line.dtype}: leave --dtype out")
+    if not on and command_line.dtype is None:
         raise ValueError('the configuration enables neither bf16 nor fp16: set "bf16": {"enabled": true}, or --dtype')
-    return on[0] if on else str(told.dtype)
+    return on[0] if on else str(command_line.dtype)
 
 
 def _gradients(config: Mapping[str, Any], dtype: str) -> str:
@@ -215,14 +220,14 @@ def _gradients(config: Mapping[str, Any], dtype: str) -> str:
     return dtype if named in (None, "auto") else _DTYPES.get(str(named), str(named))
 
 
-def _batch(config: Mapping[str, Any], ranks: int, told: Told) -> tuple[int, int]:
+def _batch(config: Mapping[str, Any], ranks: int, command_line: CommandLine) -> tuple[int, int]:
     """Return (sequences per GPU, batches per step), derived from those of DeepSpeed's three numbers that are given.
 
     Raises ValueError if the three contradict one another.
     """
     whole = _count(config, "train_batch_size", None, "")
-    batch = _count(config, "train_micro_batch_size_per_gpu", told.batch, "--batch")
-    steps = _count(config, "gradient_accumulation_steps", told.accumulation, "--accumulate")
+    batch = _count(config, "train_micro_batch_size_per_gpu", command_line.batch, "--batch")
+    steps = _count(config, "gradient_accumulation_steps", command_line.accumulation, "--accumulate")
     if whole and not batch:
         batch = max(1, whole // ranks // (steps or 1))
     batch = batch or 1
@@ -250,9 +255,9 @@ def _count(config: Mapping[str, Any], key: str, said: int | None, flag: str) -> 
     return value
 
 
-def _option(section: Mapping[str, Any], name: str, told: Told) -> str:
+def _option(section: Mapping[str, Any], name: str, command_line: CommandLine) -> str:
     """Return a memory option from the section or the command line. Raises ValueError if they differ."""
-    said = getattr(told, name)
+    said = getattr(command_line, name)
     value = section.get(name)
     if value is not None and said not in (None, value):
         raise ValueError(f"the configuration says {name} '{value}', the command line '{said}': leave --{name} out")

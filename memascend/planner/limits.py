@@ -58,8 +58,8 @@ class Largest:
     unbounded: bool = False
 
 
-def within_room(work: Workload, room_bytes: float | None) -> Workload:
-    """Return `work` with the number of versions of its states that a run keeps with `room_bytes` of SSD space.
+def within_space(work: Workload, space_bytes: float | None) -> Workload:
+    """Return `work` with the number of versions of its states that a run keeps with `space_bytes` of SSD space.
 
     None stands for enough space. An explicit choice is kept; `auto` becomes two versions if they fit, else one. The
     work is returned unchanged if the system does not keep versions of its states.
@@ -67,16 +67,16 @@ def within_room(work: Workload, room_bytes: float | None) -> Workload:
     stored_in = getattr(systems.load(work.system), "stored_in", None)
     if stored_in is None or work.state_versions != "auto":
         return work
-    two = room_bytes is None or stored_in("two", work) <= room_bytes
+    two = space_bytes is None or stored_in("two", work) <= space_bytes
     return replace(work, state_versions="two" if two else "one")
 
 
-def stored_within(work: Workload, room_bytes: float | None) -> int:
-    """Return the bytes on the SSD of `work` after `within_room`."""
+def stored_within(work: Workload, space_bytes: float | None) -> int:
+    """Return the bytes on the SSD of `work` after `within_space`."""
     stored_in = getattr(systems.load(work.system), "stored_in", None)
     if stored_in is None:
         return io_volume(work).stored_bytes
-    return int(stored_in(within_room(work, room_bytes).state_versions, work))
+    return int(stored_in(within_space(work, space_bytes).state_versions, work))
 
 
 class Fitter:

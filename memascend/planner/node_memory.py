@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memascend.memory.classes import CLASSES, class_of
-from memascend.memory.latency_first import Room, divide
+from memascend.memory.latency_first import NodeCapacity, divide
 from memascend.memory.ledger import HOST
 from memascend.memory.placement_policy import LATENCY_FIRST, PROCESS_INTERLEAVE, PlacementPolicy
 from memascend.memory.topology import Node, Topology
@@ -147,7 +147,7 @@ def _even(sizes: Mapping[str, int], capacity: Mapping[int, int]) -> dict[str, di
     """
     left, placed = dict(capacity), {}
     for name, size in sizes.items():
-        shares = divide(size, [Room(node, nbytes) for node, nbytes in left.items()], left)
+        shares = divide(size, [NodeCapacity(node, nbytes) for node, nbytes in left.items()], left)
         for node, nbytes in shares.items():
             left[node] -= nbytes
         first = next(iter(capacity))

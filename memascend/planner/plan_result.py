@@ -9,10 +9,10 @@ from typing import Any
 
 from memascend import systems
 from memascend.deprecation import warn_renamed
-from memascend.planner.activations import Choice, activation_room, choose
+from memascend.planner.activations import Choice, bytes_for_activations, choose
 from memascend.planner.footprint import Plan, plan
 from memascend.planner.gpu_memory import DevicePlan, activation_writes, gpu_memory
-from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within, within_room
+from memascend.planner.limits import SSD_SPACE, Largest, Limits, largest, stored_within, within_space
 from memascend.planner.machine import MachineSpec
 from memascend.planner.node_memory import NodePlan, place, topology_of
 from memascend.planner.paths import PathPlan, plan_paths
@@ -136,7 +136,7 @@ def full_plan(
     `endurance_tb`: rated lifetime writes of the drives in TB. `endurance_gain`: expected lifetime writes divided by the
     rating. `placement`: policy for a machine with several memory nodes.
     """
-    kept = within_room(work, limits.ssd_bytes)  # with as many versions of the states as fit
+    kept = within_space(work, limits.ssd_bytes)  # with as many versions of the states as fit
     host, volume = plan(kept), io_volume(kept)
     device = DevicePlan(entries=()) if work.on_cpu else gpu_memory(kept)  # on a CPU these tensors are in host memory
     unscheduled = 0 if volume.activation_bytes else activation_writes(work)
@@ -182,7 +182,7 @@ def _choice(work: Workload, machine: MachineSpec, gpu_bytes: float | None) -> Ch
     """Return the choice of activation policies, or None if the system has none or GPU memory has no limit."""
     if gpu_bytes is None or not _chooses_policies(systems.load(work.system)):
         return None
-    return choose(work, machine, activation_room(work, gpu_bytes))
+    return choose(work, machine, bytes_for_activations(work, gpu_bytes))
 
 
 def _chooses_policies(system: Any) -> bool:

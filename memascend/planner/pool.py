@@ -78,11 +78,11 @@ def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list
     """
     groups: list[list[int]] = []
     open_group: list[int] = []
-    held = 0
+    total = 0
     for tensor in tensors:
         open_group.append(partition_numel(tensor.numel, ranks))
-        held += open_group[-1]
-        if held >= size:
+        total += open_group[-1]
+        if total >= size:
             groups.append(open_group)
-            open_group, held = [], 0
+            open_group, total = [], 0
     return [*groups, open_group] if open_group else groups

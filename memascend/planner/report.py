@@ -112,8 +112,8 @@ def _ssd(result: PlanResult) -> list[str]:
         f"{_gb(volume.total_read_bytes)} and writes {_gb(volume.total_write_bytes)}"
     ]
     tell = getattr(systems.load(result.work.system), "storage_notes", None)
-    room = next((need.limit_bytes for need in result.needs if need.name == SSD_SPACE), None)
-    lines += [f"  {line}" for line in (tell(result.work, room) if tell is not None else ())]
+    space_bytes = next((need.limit_bytes for need in result.needs if need.name == SSD_SPACE), None)
+    lines += [f"  {line}" for line in (tell(result.work, space_bytes) if tell is not None else ())]
     if wear.activation_bytes:
         lines += _activations(wear)
     if wear.tb_per_day is not None:
@@ -270,8 +270,8 @@ def _choice(result: PlanResult) -> list[str]:
     made = result.choice
     if made is None:
         return []
-    room = gib(max(0.0, made.room_bytes))
-    heading = f"activations of {result.work.spec.layers} blocks, {room} GiB left for them"
+    left = gib(max(0.0, made.room_bytes))
+    heading = f"activations of {result.work.spec.layers} blocks, {left} GiB left for them"
     rows = {"fastest that fits": made.fastest, "all kept": made.all_kept, "all recomputed": made.all_recomputed}
     rows["all to the SSD"] = made.all_offloaded
     lines = [f"{heading:<{_WIDTH + 14}}{'s/step':>10}{'GiB':>9}{'written':>12}"]

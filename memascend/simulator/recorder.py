@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
         self._lock = threading.Condition()
-        self._under_way = 0  # transfers in flight
+        self._in_flight = 0  # transfers in flight
         self._events: list[tuple[Event, bool]] = []  # with whether the training thread recorded it
         self._thread = threading.get_ident()
         self._phases: list[str] = []
@@ -109,12 +109,12 @@ class Recorder:
     def transfer(self, name: str, resource: str, begin_s: float, nbytes: int, phase: str) -> Callable[[object], None]:
         """Count a transfer submitted at `begin_s`; return the callback that any thread calls once it has ended."""
         with self._lock:
-            self._under_way += 1
+            self._in_flight += 1
 
         def ended(_: object) -> None:
             self.add(name, resource, begin_s, nbytes, phase)
             with self._lock:
-                self._under_way -= 1
+                self._in_flight -= 1
                 self._lock.notify_all()
 
         return ended
@@ -142,9 +142,9 @@ class Recorder:
         Waits for transfers in flight; raises TimeoutError if they take longer than `_LONGEST_TRANSFER_S`.
         """
         with self._lock:
-            if not self._lock.wait_for(lambda: self._under_way == 0, _LONGEST_TRANSFER_S):
+            if not self._lock.wait_for(lambda: self._in_flight == 0, _LONGEST_TRANSFER_S):
                 raise TimeoutError(
-                    f"{self._under_way} traced transfers did not complete within {_LONGEST_TRANSFER_S} s"
+                    f"{self._in_flight} traced transfers did not complete within {_LONGEST_TRANSFER_S} s"
                 )
             events, self._events = self._events, []
         waits = sorted((event.begin_s, event.end_s) for event, _ in events if event.resource == WAIT)

@@ -85,7 +85,7 @@ class _Running:
     begin_s: float
     flows: list[_Flow] = field(default_factory=list)
 
-    def under_way(self) -> list[_Flow]:
+    def unfinished(self) -> list[_Flow]:
         """Return the work that is not done yet."""
         return [flow for flow in self.flows if flow.end_s is None]
 
@@ -193,13 +193,13 @@ class _Simulation:
     def _advance(self) -> int:
         """Advance the clock to the next instant at which a piece of work is done; return how many tasks ended then."""
         self._share()
-        under_way = [each.under_way() for each in self.running]
-        idle = not all(under_way)  # tasks without work
-        step = 0.0 if idle else min(flow.left / flow.speed for flows in under_way for flow in flows)
+        flows_by_task = [each.unfinished() for each in self.running]
+        idle = not all(flows_by_task)  # tasks without work
+        step = 0.0 if idle else min(flow.left / flow.speed for flows in flows_by_task for flow in flows)
         self.now += step
         still: list[_Running] = []
         ended: list[_Running] = []
-        for each, flows in zip(self.running, under_way, strict=True):
+        for each, flows in zip(self.running, flows_by_task, strict=True):
             left = len(flows)
             for flow in flows:
                 flow.left -= flow.speed * step
@@ -216,7 +216,7 @@ class _Simulation:
         """Set the speeds of all work in progress: full on FIFO servers, max-min fair with caps on shared ones."""
         shared: dict[str, list[_Flow]] = {}
         for each in self.running:
-            for flow in each.under_way():
+            for flow in each.unfinished():
                 if flow.server.shared:
                     shared.setdefault(flow.server.name, []).append(flow)
                 else:

@@ -7,7 +7,7 @@
 
 For swapping, where nothing has to survive, an engine is `volatile`. It can create a file that is removed on close:
 
-    engine = DirectEngine.create_file_store("/mnt/nvme", room_for(sizes), owner="run 7")
+    engine = DirectEngine.create_file_store("/mnt/nvme", space_for(sizes), owner="run 7")
 
 Source: MemAscend, section IV-E (direct NVMe engine).
 """
@@ -33,8 +33,8 @@ from memascend.storage.scratch import (
     ScratchFile,
     collect_scratch_files,
     create_scratch_file,
-    require_room,
-    room_for,
+    require_space,
+    space_for,
 )
 from memascend.storage.shared_memory import CONTROL_FOLDER
 
@@ -46,7 +46,7 @@ __all__ = [
     "StoreSpace",
     "StoredTensor",
     "quantile_us",
-    "room_for",
+    "space_for",
     "swapping_config",
 ]
 
@@ -196,7 +196,7 @@ class DirectEngine(StorageEngine):
         preallocate: bool = True,
         faults: _C.FaultLayer | None = None,
     ) -> DirectEngine:
-        """Return a volatile engine on a new file in `folder`, with space for `size_bytes` of tensors (`room_for`).
+        """Return a volatile engine on a new file in `folder`, with space for `size_bytes` of tensors (`space_for`).
 
         The file is removed when the engine closes. Files that killed processes have left in the folder are removed
         first. `preallocate` allocates the space on the file system now, so that no write fails for lack of it; without
@@ -229,7 +229,7 @@ class DirectEngine(StorageEngine):
             raise RuntimeError("grow: only an engine made by create_file_store can grow")
         if preallocate:
             status = os.fstat(self._scratch.fd)
-            require_room(self._scratch.path, size_bytes - status.st_blocks * 512)
+            require_space(self._scratch.path, size_bytes - status.st_blocks * 512)
         self._store.grow(size_bytes, preallocate)
 
     def write(self, key: str, tensor: torch.Tensor, priority: int = 0) -> int:

@@ -27,7 +27,7 @@ __all__ = ["EngineStatistics", "Outcome", "RequestCancelled", "StorageEngine", "
 
 log = logging.getLogger("memascend")
 
-_told_about: set[int] = set()  # file systems whose use of the page cache was logged, by device number
+_warned_about: set[int] = set()  # file systems whose use of the page cache was logged, by device number
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StorageEngine:
     _native: _C._Engine
     _finalizer: weakref.finalize[..., Any]
     _pid: int
-    _told = False
+    _warned = False
 
     def wait(self, request: int | None = None, timeout_s: float | None = None) -> int:
         """Block until `request`, or everything submitted, has ended; return how many requests this call reports.
@@ -182,15 +182,15 @@ class StorageEngine:
 
     def _tell_if_buffered(self) -> None:
         """Log a warning, once per file system, if transfers go through the page cache."""
-        if self._told or not (path := self._native.buffered_path):
+        if self._warned or not (path := self._native.buffered_path):
             return
-        self._told = True
+        self._warned = True
         try:
             device = os.stat(path).st_dev
         except OSError:  # removed meanwhile
             return
-        if device not in _told_about:
-            _told_about.add(device)
+        if device not in _warned_about:
+            _warned_about.add(device)
             log.warning(
                 "%s: its file system refuses O_DIRECT: transfers go through the page cache, which costs memory and "
                 "time: use a folder on ext4 or XFS on the SSD itself (require_direct makes this an error)",

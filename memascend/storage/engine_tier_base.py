@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from memascend.storage.completion import Completion
-from memascend.storage.direct_engine import room_for
+from memascend.storage.direct_engine import space_for
 from memascend.storage.engine import StorageEngine
 from memascend.storage.engine_requests import Requests, Transfer
 from memascend.storage.interrupts import whole
@@ -40,10 +40,10 @@ class EngineTier(TierBase):
         """Remove a tensor from the engine. Its transfers have ended, or the engine orders them itself."""
         raise NotImplementedError
 
-    def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
+    def _make_space(self, key: str, nbytes: int, before: int | None) -> None:
         """Provide space before a tensor of `nbytes` replaces one of `before`. Requires `_lock`. Raises StorageError."""
 
-    def _free_room(self, nbytes: int) -> None:
+    def _release_space(self, nbytes: int) -> None:
         """Account for the space of a removed tensor. Requires `_lock`."""
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class EngineTier(TierBase):
                 self._require_part(key, tensor.nbytes, offset)
             before = self._sizes.get(key)
             if not offset and before != tensor.nbytes:
-                self._make_room(key, tensor.nbytes, before)
+                self._make_space(key, tensor.nbytes, before)
                 self._sizes[key] = tensor.nbytes
             try:
                 return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority))
@@ -128,7 +128,7 @@ class EngineTier(TierBase):
     def used_bytes(self) -> int:
         """Bytes of the tensors, rounded up to allocation units."""
         with self._lock:
-            return sum(room_for([size]) for size in self._sizes.values())
+            return sum(space_for([size]) for size in self._sizes.values())
 
     def _release(self) -> None:
         for requests in self._all:
@@ -148,7 +148,7 @@ class EngineTier(TierBase):
         size = self._sizes.pop(key, None)
         self._broken.discard(key)
         if size is not None:
-            self._free_room(size)
+            self._release_space(size)
 
     def _requests_for(self, verb: str) -> Requests:
         """Return the requests of the engine that does transfers of kind `verb` (read or write)."""

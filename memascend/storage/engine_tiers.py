@@ -17,7 +17,7 @@ import torch
 
 from memascend import _C
 from memascend.storage.completion import Promise
-from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, space_for
 from memascend.storage.engine_requests import Requests
 from memascend.storage.engine_tier_base import EngineTier
 from memascend.storage.errors import StorageError
@@ -44,7 +44,7 @@ def scratch_file_bytes(sizes: Iterable[int]) -> int:
     """
     used = grown = 0
     for size in sizes:
-        used += room_for([size])
+        used += space_for([size])
         grown = grown if used <= grown else _with_spare(used)
     return grown + _INDEX_BYTES + control_file_bytes(grown, UNIT_BYTES)
 
@@ -79,7 +79,7 @@ class DirectTier(EngineTier):
         self._in_file = engine._scratch is not None
         super().__init__(", ".join(engine.paths), [engine], ordered=engine.config.volatile)
         self._sizes = {key: stored.bytes for key, stored in engine.items()}
-        self._used_bytes = room_for(self._sizes.values())
+        self._used_bytes = space_for(self._sizes.values())
         self._grown_bytes = 0
 
     @classmethod
@@ -143,10 +143,10 @@ class DirectTier(EngineTier):
         after the tier has then been closed and opened again.
         """
         self._require_open()
-        return int(self._beside(f"commit of {self._place}", self.engine.commit))
+        return int(self._run_interruptible(f"commit of {self._place}", self.engine.commit))
 
     @whole
-    def _beside(self, what: str, function: Callable[[], Any]) -> Any:
+    def _run_interruptible(self, what: str, function: Callable[[], Any]) -> Any:
         """Run a call that may hang with the device; the main thread waits for it as for a transfer (Ctrl-C works)."""
         if threading.current_thread() is not threading.main_thread():
             return function()
@@ -204,9 +204,9 @@ class DirectTier(EngineTier):
             free += volume.f_bavail * volume.f_frsize
         return free
 
-    def _make_room(self, key: str, nbytes: int, before: int | None) -> None:
+    def _make_space(self, key: str, nbytes: int, before: int | None) -> None:
         """Grow the file if necessary. The space on devices is fixed: a write that does not fit fails in the engine."""
-        used = self._used_bytes + room_for([nbytes]) - (0 if before is None else room_for([before]))
+        used = self._used_bytes + space_for([nbytes]) - (0 if before is None else space_for([before]))
         if self._in_file and used > self._grown_bytes:
             try:
                 self._grow(_with_spare(used))
@@ -219,11 +219,11 @@ class DirectTier(EngineTier):
     def _grow(self, size_bytes: int) -> None:
         """Grow the file to `size_bytes` of tensors, if it is smaller; no effect on devices. Raises StorageError."""
         if self._in_file and size_bytes > self._grown_bytes:
-            self._beside(f"growth of {self._place}", lambda: self.engine.grow(size_bytes))
+            self._run_interruptible(f"growth of {self._place}", lambda: self.engine.grow(size_bytes))
             self._grown_bytes = size_bytes
 
-    def _free_room(self, nbytes: int) -> None:
-        self._used_bytes -= room_for([nbytes])
+    def _release_space(self, nbytes: int) -> None:
+        self._used_bytes -= space_for([nbytes])
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         if offset:

@@ -71,21 +71,21 @@ class GroupPlacement:
         places = placements.arrange(sizes, self.placement_on(usable), rates)
         new = {group: usable[number] for group, number in places.items()}
         if all(self.path_of.get(group) in usable for group in new):
-            held, wanted = self._held_bytes(self.path_of, usable), self._held_bytes(new, usable)
-            now, then = placements.update_seconds(held, rates), placements.update_seconds(wanted, rates)
-            if held == wanted or (self.placement == "balanced" and then > (1 - _GAIN) * now):
+            now_bytes, new_bytes = self._bytes_by_path(self.path_of, usable), self._bytes_by_path(new, usable)
+            now, then = placements.update_seconds(now_bytes, rates), placements.update_seconds(new_bytes, rates)
+            if now_bytes == new_bytes or (self.placement == "balanced" and then > (1 - _GAIN) * now):
                 return False
         changed = any(self.path_of.get(group) is not path for group, path in new.items())
         self.path_of.update(new)
         return changed
 
-    def _held_bytes(self, path_of: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
+    def _bytes_by_path(self, path_of: dict[str, StoragePath], paths: Sequence[StoragePath]) -> list[float]:
         """Return the bytes of the groups that `path_of` assigns to each of `paths`."""
-        held = dict.fromkeys(paths, 0.0)
+        assigned = dict.fromkeys(paths, 0.0)
         for group, nbytes in self.group_bytes.items():
-            if path_of.get(group) in held:
-                held[path_of[group]] += nbytes
-        return list(held.values())
+            if path_of.get(group) in assigned:
+                assigned[path_of[group]] += nbytes
+        return list(assigned.values())
 
     def choose(self, key: str, nbytes: int, tried: Collection[StoragePath]) -> StoragePath | None:
         """Return the path for a whole tensor, or None if none is left; failed paths come last. Requires the lock."""
@@ -96,11 +96,13 @@ class GroupPlacement:
         group = self._group_of(key)
         placed = self.path_of.get(group)
         if placed is None or placed not in usable:
-            roomy = [path for path in usable if not path.full] or usable
+            not_full = [path for path in usable if not path.full] or usable
             others = {g: self.path_of[g] for g in self.group_bytes if g != group and g in self.path_of}
-            held = [sum(self.group_bytes[g] for g, p in others.items() if p is path) for path in roomy]
-            placed = roomy[
-                placements.first_done(held, self.weights(roomy), max(1, self.group_bytes.get(group, nbytes)))
+            assigned_bytes = [sum(self.group_bytes[g] for g, p in others.items() if p is path) for path in not_full]
+            placed = not_full[
+                placements.first_done(
+                    assigned_bytes, self.weights(not_full), max(1, self.group_bytes.get(group, nbytes))
+                )
             ]
             self.path_of[group] = placed
         return placed

@@ -35,16 +35,16 @@ class Leavable(Protocol):
 
     @property
     def place(self) -> str: ...
-    def under_way(self) -> int: ...
+    def in_flight(self) -> int: ...
     def progress(self) -> object:
         """Return a value that changes when any transfer makes progress."""
 
     def give_up(self, error: StorageError) -> None: ...
 
 
-def nothing_moves(place: str, under_way: int, waited_s: float) -> StorageError:
+def nothing_moves(place: str, in_flight: int, waited_s: float) -> StorageError:
     """Return the error for a tier whose transfers in flight made no progress for `waited_s` seconds."""
-    what = f"{under_way} {'transfer is' if under_way == 1 else 'transfers are'} in flight"
+    what = f"{in_flight} {'transfer is' if in_flight == 1 else 'transfers are'} in flight"
     return hang_error(place, f"{what}, without progress for {waited_s:g} s")
 
 
@@ -87,7 +87,7 @@ class _Watch:
         """Give up what has not moved for long enough; return the progress of everything with transfers in flight."""
         moved = {}
         for leavable in [each for reference in list(self._there) if (each := reference()) is not None]:
-            if leavable.under_way():
+            if leavable.in_flight():
                 progress = leavable.progress()
                 known = before.get(leavable)
                 moved[leavable] = known if known is not None and known[0] == progress else (progress, now)
@@ -96,18 +96,18 @@ class _Watch:
 
     def _give_up(self, hang: Iterable[Leavable]) -> None:
         """Log one line about what hangs, and end its transfers with an error."""
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for leavable in hang:
-            told[leavable.place] = told.get(leavable.place, 0) + leavable.under_way()
-        if told:
-            tell(told, self._patience_s)
+            counts[leavable.place] = counts.get(leavable.place, 0) + leavable.in_flight()
+        if counts:
+            tell(counts, self._patience_s)
         for leavable in hang:
-            leavable.give_up(nothing_moves(leavable.place, leavable.under_way(), self._patience_s))
+            leavable.give_up(nothing_moves(leavable.place, leavable.in_flight(), self._patience_s))
 
 
-def tell(under_way: dict[str, int], waited_s: float) -> None:
+def tell(in_flight: dict[str, int], waited_s: float) -> None:
     """Log one line about the transfers that are left behind, with their number on each path."""
-    what = " and ".join(f"{number} on {place}" for place, number in under_way.items())
+    what = " and ".join(f"{number} on {place}" for place, number in in_flight.items())
     log.warning(
         "memascend: exiting with unfinished transfers in flight (%s; no progress for %g s): the drive or the mount "
         "hangs: check it (dmesg); their memory is only freed when the process ends",

@@ -204,13 +204,13 @@ class MultiPathTier(TierBase):
             else:
                 path.tier.close()
 
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Return the number of queued transfers; 0 while a path has transfers, which its own tier reports."""
-        return 0 if any(path.under_way for path in self._paths) else super().under_way()
+        return 0 if any(path.in_flight for path in self._paths) else super().in_flight()
 
     def _close_late(self, path: StoragePath) -> None:
         """Close a path's tier once nothing hangs on it, since an exiting interpreter aborts threads in engine code."""
-        while path.under_way or self._idle.measuring(path):
+        while path.in_flight or self._idle.measuring(path):
             time.sleep(0.1)
         path.tier.close()
 
@@ -246,11 +246,11 @@ class MultiPathTier(TierBase):
     def report(self) -> list[PathReport]:
         """Return the state of each path, in their order."""
         with self._lock:
-            held: dict[StoragePath, dict[str, int]] = {path: {} for path in self._paths}
+            sizes: dict[StoragePath, dict[str, int]] = {path: {} for path in self._paths}
             for key, holders in self._holders.items():
                 group = self._group_of(key)
-                there = held[holders[-1]]
-                there[group] = there.get(group, 0) + self._sizes.get(key, 0)
+                groups = sizes[holders[-1]]
+                groups[group] = groups.get(group, 0) + self._sizes.get(key, 0)
             rates = self._groups.rates()
             self._require_open()
             moved = [path.tier.transferred for path in self._paths]
@@ -258,8 +258,8 @@ class MultiPathTier(TierBase):
             PathReport(
                 name=path.name,
                 rates=rate,
-                groups=len(held[path]),
-                bytes=sum(held[path].values()),
+                groups=len(sizes[path]),
+                bytes=sum(sizes[path].values()),
                 bytes_read=m.bytes_read,
                 bytes_written=m.bytes_written,
                 turns=path.lock.turns,

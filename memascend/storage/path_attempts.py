@@ -62,7 +62,7 @@ class PathAttempts:
                 elif path.hanging:
                     stopped = nothing_ends(path, self._failures.hang_s)
                 else:
-                    path.under_way[attempt] = time.monotonic()
+                    path.in_flight[attempt] = time.monotonic()
                     self._busy.begin(write)
                     self._failures.watch()
             if stopped is not None:
@@ -98,10 +98,10 @@ class PathAttempts:
         """Record the end of an attempt. Returns False if it was given up before, so that nobody waits for its end."""
         with self._lock:
             path = attempt.path
-            path.under_way.pop(attempt, None)
+            path.in_flight.pop(attempt, None)
             path.last_end = time.monotonic()
             if attempt.over:  # late: it hung for a while; data on the path is readable again
-                path.hanging = any(each.over for each in path.under_way)
+                path.hanging = any(each.over for each in path.in_flight)
                 return False
             attempt.over = True
             self._busy.end(attempt.write, nbytes)

@@ -37,16 +37,16 @@ class PathFailures:
         """Take `path` out of use because it has failed, or mark it as full; log that once."""
         with self._lock:
             if of_write and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                told, path.full = path.full, True
+                known, path.full = path.full, True
                 what = "is full; data that does not fit there goes to the other paths"
             else:
-                told = path.failure is not None
+                known = path.failure is not None
                 path.failure = path.failure or error
                 what = (
                     "is taken out of use; its data is read as long as that works, and moves to other paths when it "
                     "is next written"
                 )
-            if told:
+            if known:
                 return
             there = self._groups.count(path) if path.failure is None else self._groups.drop(path)
         log.warning("memascend: path %s (%d groups) %s: %s", path.name, there, what, error)
@@ -101,12 +101,12 @@ class PathFailures:
                 return False
             now = time.monotonic()
             for path in self._paths:
-                if not path.under_way:
+                if not path.in_flight:
                     continue
-                if now - max(path.last_end, min(path.under_way.values())) < self.hang_s:
+                if now - max(path.last_end, min(path.in_flight.values())) < self.hang_s:
                     continue
                 path.hanging = True
-                for attempt in path.under_way:
+                for attempt in path.in_flight:
                     if not attempt.over:
                         attempt.over = True
                         self._busy.end(attempt.write, 0)

@@ -56,12 +56,12 @@ class PathProber:
             state.in_use = 0 if path in idle else state.in_use + 1
             if state.in_use >= state.wait and not self.measuring(path):
                 del self._idle[path]
-        for path, room_bytes in idle.items():
+        for path, needed_bytes in idle.items():
             state = self._idle.setdefault(path, _Idle())
             state.passes += 1
             if state.passes >= state.wait and not self.measuring(path):
                 state.passes, state.wait, state.blocked = 0, min(2 * state.wait, _MOST_PASSES), False
-                state.measuring = threading.Thread(target=self._measure, args=(path, room_bytes, state))
+                state.measuring = threading.Thread(target=self._measure, args=(path, needed_bytes, state))
                 state.measuring.name, state.measuring.daemon = f"memascend-measure-{path.name}", True
                 state.measuring.start()
 
@@ -91,18 +91,18 @@ class PathProber:
                     return
                 state.measuring.join(0.01)
 
-    def _measure(self, path: StoragePath, room_bytes: int, state: _Idle) -> None:
+    def _measure(self, path: StoragePath, needed_bytes: int, state: _Idle) -> None:
         """The thread's target: measure a path, report its rates, and wait for transfers that were given up."""
         probed = _Probed(path, self._hang_s, self._stopped)
         try:
-            if path.tier.free_bytes < room_bytes:
+            if path.tier.free_bytes < needed_bytes:
                 return
             if (rates := self._measured_alone(path, probed, state)) is not None:
                 self._measured(path, rates)
         except (OSError, RuntimeError) as error:  # continue without a new measurement; the tier may have been closed
             log.debug("memascend: path %s: %s", path.name, error)
         state.blocked = True
-        while any(not each.is_set() for each in probed.under_way):
+        while any(not each.is_set() for each in probed.in_flight):
             time.sleep(0.1)
 
     def _measured_alone(self, path: StoragePath, probed: _Probed, state: _Idle) -> Rates | None:
@@ -126,7 +126,7 @@ class _Probed:
 
     def __init__(self, path: StoragePath, hang_s: float, stopped: threading.Event) -> None:
         self._path, self._hang_s, self._stopped = path, hang_s, stopped
-        self.under_way: list[threading.Event] = []
+        self.in_flight: list[threading.Event] = []
 
     @property
     def free_bytes(self) -> int:
@@ -146,11 +146,11 @@ class _Probed:
         return self._path.tier.erase(key)
 
     def _begun(self, transfer: Callable[[str, torch.Tensor], Completion], key: str, tensor: torch.Tensor) -> _Begun:
-        """Begin a transfer, and keep its end in `under_way`. Raises RuntimeError once measurements are stopped."""
+        """Begin a transfer, and keep its end in `in_flight`. Raises RuntimeError once measurements are stopped."""
         if self._stopped.is_set():
             raise RuntimeError("the tier is closed")
         begun = _Begun(transfer(key, tensor), self._path, self._hang_s, self._stopped)
-        self.under_way.append(begun.ended)
+        self.in_flight.append(begun.ended)
         return begun
 
 

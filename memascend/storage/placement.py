@@ -71,10 +71,10 @@ def counts(groups: int, placement: str | Sequence[float], rates: Sequence[Rates]
     return found
 
 
-def first_done(held: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
+def first_done(loads: Sequence[float], shares: Sequence[float], more: float = 1) -> int:
     """Return the index of the path that would finish first with `more` added to its load."""
     usable = [i for i, share in enumerate(shares) if share > 0]
-    return min(usable, key=lambda i: ((held[i] + more) / shares[i], i))
+    return min(usable, key=lambda i: ((loads[i] + more) / shares[i], i))
 
 
 def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: Sequence[Rates]) -> dict[str, int]:
@@ -84,22 +84,22 @@ def arrange(sizes: Mapping[str, int], placement: str | Sequence[float], rates: S
     """
     shares = weights(placement, rates)
     left = counts(len(sizes), placement, rates) if placement == "as_published" else None
-    held = [0.0] * len(shares)
+    loads = [0.0] * len(shares)
     places = {}
     for name, size in sizes.items():
         open_shares = shares if left is None else [s if n else 0.0 for s, n in zip(shares, left, strict=True)]
-        path = first_done(held, open_shares, 1 if left is not None else size)
-        held[path] += 1 if left is not None else size
+        path = first_done(loads, open_shares, 1 if left is not None else size)
+        loads[path] += 1 if left is not None else size
         if left is not None:
             left[path] -= 1
         places[name] = path
     return places
 
 
-def update_seconds(held_bytes: Sequence[float], rates: Sequence[Rates], duplex: bool = False) -> float:
+def update_seconds(bytes_by_path: Sequence[float], rates: Sequence[Rates], duplex: bool = False) -> float:
     """Return the seconds to read and write each path's load on all paths at once; `duplex`: both directions too."""
     each = (
-        max(held / r.read, held / r.write) if duplex else held / r.read + held / r.write
-        for held, r in zip(held_bytes, rates, strict=True)
+        max(nbytes / r.read, nbytes / r.write) if duplex else nbytes / r.read + nbytes / r.write
+        for nbytes, r in zip(bytes_by_path, rates, strict=True)
     )
     return max(each, default=0.0)

@@ -33,7 +33,7 @@ _OWNER = f"{SCRATCH_PREFIX}owner"  # the locked JSON file of a scratch folder
 _LIVE_BYTE = (1 << 60) + 1  # locked while the process lives; the store itself locks the byte before it
 
 
-def room_for(sizes: Iterable[int]) -> int:
+def space_for(sizes: Iterable[int]) -> int:
     """Return the space that tensors of these sizes take in one scratch file, in bytes."""
     each = list(sizes)
     unit = _unit_bytes(sum(each))
@@ -161,7 +161,7 @@ def create_scratch_folder(folder: str | os.PathLike[str], owner: str) -> Scratch
         os.close(fd)
 
 
-def require_room(path: str, more_bytes: int) -> None:
+def require_space(path: str, more_bytes: int) -> None:
     """Raise StorageError (ENOSPC) if the file system has less than `more_bytes` free, rather than fill it up."""
     status = os.statvfs(path)
     free = status.f_bavail * status.f_frsize

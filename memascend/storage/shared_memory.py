@@ -50,7 +50,7 @@ def control_file_bytes(data_bytes: int, unit_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class Headroom:
     """Free shared memory, and what DeepSpeed training on a CPU device needs there, in bytes."""
 
     free_bytes: int
@@ -63,10 +63,10 @@ class Room:
         return self.free_bytes >= self.needed_bytes
 
 
-def room(ranks: int, folder: str | os.PathLike[str] = CONTROL_FOLDER) -> Room:
+def headroom(ranks: int, folder: str | os.PathLike[str] = CONTROL_FOLDER) -> Headroom:
     """Return free and needed bytes. A container has 64 MiB by default, which is less than one rank's buffers."""
     status = os.statvfs(folder)
-    return Room(status.f_bavail * status.f_frsize, ranks * (_ALL_REDUCE_BYTES + _CONTROL_BYTES))
+    return Headroom(status.f_bavail * status.f_frsize, ranks * (_ALL_REDUCE_BYTES + _CONTROL_BYTES))
 
 
 def collect_shared_memory(folder: str | os.PathLike[str] = CONTROL_FOLDER) -> list[Leftover]:

@@ -34,7 +34,7 @@ class StoragePath:
     failure: StorageError | None = field(default=None, init=False)  # why it was taken out of use
     hanging: bool = field(default=False, init=False)
     full: bool = field(default=False, init=False)
-    under_way: dict[Attempt, float] = field(default_factory=dict, init=False)
+    in_flight: dict[Attempt, float] = field(default_factory=dict, init=False)
     last_end: float = field(default=0.0, init=False)
     seen: Transferred = field(default=Transferred(0, 0, 0.0, 0.0), init=False)  # when its rates were last observed
 
@@ -74,18 +74,18 @@ class Busy:
 
     def __init__(self) -> None:
         self.bytes = [0, 0]
-        self._seconds, self._under_way, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
+        self._seconds, self._in_flight, self._since = [0.0, 0.0], [0, 0], [0.0, 0.0]
 
     def begin(self, write: bool) -> None:
         """Note that a transfer begins, in the direction `write` or not."""
-        if self._under_way[write] == 0:
+        if self._in_flight[write] == 0:
             self._since[write] = time.monotonic()
-        self._under_way[write] += 1
+        self._in_flight[write] += 1
 
     def end(self, write: bool, nbytes: int) -> None:
         """Note that a transfer of this direction has ended, after moving `nbytes`."""
-        self._under_way[write] -= 1
-        if self._under_way[write] == 0:
+        self._in_flight[write] -= 1
+        if self._in_flight[write] == 0:
             self._seconds[write] += time.monotonic() - self._since[write]
         self.bytes[write] += nbytes
 
@@ -94,7 +94,7 @@ class Busy:
         now = time.monotonic()
         seconds = [
             s + (now - since if n else 0.0)
-            for s, n, since in zip(self._seconds, self._under_way, self._since, strict=True)
+            for s, n, since in zip(self._seconds, self._in_flight, self._since, strict=True)
         ]
         return Transferred(self.bytes[0], self.bytes[1], seconds[0], seconds[1])
 

@@ -127,7 +127,7 @@ class TierBase:
         """The tier's name in messages."""
         return self._place
 
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Return the number of transfers in flight of this tier itself, without those of tiers below it."""
         return len(self._pending) if self._pid == os.getpid() else 0
 

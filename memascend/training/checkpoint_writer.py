@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.memory.resident import written_bytes
-from memascend.storage.scratch import require_room
+from memascend.storage.scratch import require_space
 from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
 from memascend.training import checkpoint, random_state
 from memascend.training.config import TrainConfig
@@ -82,7 +82,7 @@ class CheckpointWriter:
             for name, tensor in itertools.chain(self.backend.states(share), generators.items()):
                 writer.write(name, tensor)
         # The next step overwrites the shared blocks and then needs that many new ones.
-        require_room(str(path.parent), writer.shared_bytes)
+        require_space(str(path.parent), writer.shared_bytes)
         return writer
 
     def _commit(self, partial: Path, step: int, everything: list[dict[str, Any]]) -> None:
@@ -106,7 +106,7 @@ class CheckpointWriter:
             return {}
         return {f"model/{checkpoint.WEIGHTS}": checkpoint.write_weights(folder, self.backend)}
 
-    def no_room(self, error: OSError, step: int) -> str:
+    def disk_full_message(self, error: OSError, step: int) -> str:
         """Return the message for a full disk: the bytes needed and free, and how to continue. Removes partial
         checkpoints."""
         folder = self.folder.checkpoints

@@ -56,7 +56,7 @@ class Saved:
         facts = json.loads((checkpoint / "state" / "trainer.json").read_text())
         for rank in sorted(facts, key=int):
             self._add_rank(checkpoint, rank, facts[rank]["groups"], several=len(facts) > 1)
-        self._held: tuple[tuple[str, str], torch.Tensor] | None = None
+        self._cached: tuple[tuple[str, str], torch.Tensor] | None = None
 
     def _add_rank(self, checkpoint: Path, rank: str, groups: list[Any], *, several: bool) -> None:
         """Add the states of one rank; several ranks have their number in the names of their parts."""
@@ -95,10 +95,10 @@ class Saved:
         if place is None:
             return None
         file, key, part = place
-        if self._held is None or self._held[0] != (file, key):
-            self._held = None
-            self._held = (file, key), self._readers[file].read(key)
-        whole = self._held[1]
+        if self._cached is None or self._cached[0] != (file, key):
+            self._cached = None
+            self._cached = (file, key), self._readers[file].read(key)
+        whole = self._cached[1]
         return whole if part is None else whole[part]
 
     def __enter__(self) -> Saved:

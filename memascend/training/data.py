@@ -32,15 +32,15 @@ def write_tokens(
     folder.mkdir(parents=True, exist_ok=True)
     counts = {"train_documents": 0, "eval_documents": 0, "train_tokens": 0, "eval_tokens": 0}
     number = 0
-    with (folder / "train.tokens").open("wb") as train, (folder / "eval.tokens").open("wb") as held:
+    with (folder / "train.tokens").open("wb") as train, (folder / "eval.tokens").open("wb") as evaluation:
         for texts in _batches(documents, _DOCUMENTS_AT_A_TIME):
             for ids in encode(texts):
-                name, file = ("eval", held) if in_eval(number, seed, eval_share) else ("train", train)
+                name, file = ("eval", evaluation) if in_eval(number, seed, eval_share) else ("train", train)
                 file.write(np.asarray(ids, dtype=_DTYPE).tobytes())
                 counts[f"{name}_documents"] += 1
                 counts[f"{name}_tokens"] += len(ids)
                 number += 1
-        for file in (train, held):
+        for file in (train, evaluation):
             file.flush()
             os.fsync(file.fileno())
     return counts

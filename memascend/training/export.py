@@ -155,7 +155,7 @@ def _write_checkpoint(folder: RunFolder, partial: Path, shard_bytes: int) -> int
                     raise ValueError(f"{error.filename} is missing: restore it, or remove {newest.path}") from None
                 tried = newest
                 continue
-            _require_room(partial, sum(os.fstat(file.fileno()).st_size for file in files.values()))
+            _require_space(partial, sum(os.fstat(file.fileno()).st_size for file in files.values()))
             _copy({name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in files.items()}, partial, shard_bytes)
         return newest.step
     raise ValueError(f"{folder.root} has no checkpoint with weights yet: wait for one, or omit --from-checkpoint")
@@ -239,7 +239,7 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, sh
 
     step = backend.open_kept(kept_source(folder))
     try:
-        _require_room(partial, sum(layout.nbytes for layout in backend.weight_layouts()))
+        _require_space(partial, sum(layout.nbytes for layout in backend.weight_layouts()))
         save_configuration(backend.model, partial, folder.tokenizer)
         with contextlib.closing(backend.weights()) as weights:  # must be closed before the engine, also after an error
             _write_weights(partial, backend.weight_layouts(), weights, shard_bytes)
@@ -248,7 +248,7 @@ def _from_states(backend: StreamingBackend, folder: RunFolder, partial: Path, sh
     return step
 
 
-def _require_room(folder: Path, needed: int) -> None:
+def _require_space(folder: Path, needed: int) -> None:
     """Raise ValueError, with the missing bytes, if the file system of `folder` has less than `needed` bytes free."""
     if needed > (free := shutil.disk_usage(folder).free):
         raise ValueError(

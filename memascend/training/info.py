@@ -101,8 +101,8 @@ def as_text(found: dict[str, Any]) -> str:
         f"step         {found['step']:,}{of}, {duration(found['seconds'])} of training",
     ]
     if found["loss"] is not None:
-        held = f"; {found['evaluation']:.4f} on the evaluation text" if found["evaluation"] is not None else ""
-        lines.append(f"loss         {found['loss']:.4f}{held}")
+        evaluation = f"; {found['evaluation']:.4f} on the evaluation text" if found["evaluation"] is not None else ""
+        lines.append(f"loss         {found['loss']:.4f}{evaluation}")
     if found["kept_step"]:
         lines.append(f"states       of step {found['kept_step']}, on the SSD")
     if found["states_are_partial"]:

@@ -122,18 +122,18 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
     config = dataclasses.replace(config, ranks=ranks)
     backends.load(backends.DEEPSPEED).start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
-    with contextlib.suppress(NothingToDo), contextlib.ExitStack() as held:
+    with contextlib.suppress(NothingToDo), contextlib.ExitStack() as stack:
         job: dict[str, Any] | None = None
         if rank == 0:
             try:
-                job = held.enter_context(_first_rank(config, resume, wanted | {"ranks": ranks}))
+                job = stack.enter_context(_first_rank(config, resume, wanted | {"ranks": ranks}))
             except NothingToDo:
                 job = None
             except (ValueError, OSError) as error:
                 job = {"error": str(error)}
-        told = [job]
-        torch.distributed.broadcast_object_list(told)
-        job = told[0]
+        shared = [job]
+        torch.distributed.broadcast_object_list(shared)
+        job = shared[0]
         if job is None:
             return 0
         if "error" in job:

@@ -14,7 +14,7 @@ from typing import Any
 from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.memory.cgroup import host_memory
-from memascend.storage.shared_memory import room
+from memascend.storage.shared_memory import headroom
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
 
@@ -62,11 +62,11 @@ def check_shared_memory(ranks: int) -> None:
 
     Later allocations in it would then fail.
     """
-    there = room(ranks)
-    if not there.suffices and not NVIDIA_DEVICE.exists():
+    left = headroom(ranks)
+    if not left.suffices and not NVIDIA_DEVICE.exists():
         raise ValueError(
-            f"/dev/shm has {byte_count(there.free_bytes)} free and {ranks} rank{'s' if ranks > 1 else ''} of DeepSpeed "
-            f"on a CPU take{'' if ranks > 1 else 's'} {byte_count(there.needed_bytes)}: {there.FIX}"
+            f"/dev/shm has {byte_count(left.free_bytes)} free and {ranks} rank{'s' if ranks > 1 else ''} of DeepSpeed "
+            f"on a CPU take{'' if ranks > 1 else 's'} {byte_count(left.needed_bytes)}: {left.FIX}"
         )
 
 
@@ -133,19 +133,19 @@ def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: in
         folder = Path(path) if Path(path).exists() else Path(path).parent
         try:
             if folder.is_block_device():
-                disk, room = ("device", os.stat(folder).st_rdev), _size_of(path)
+                disk, free_bytes = ("device", os.stat(folder).st_rdev), _size_of(path)
             else:
-                disk, room = ("file system", os.stat(folder).st_dev), shutil.disk_usage(folder).free
+                disk, free_bytes = ("file system", os.stat(folder).st_dev), shutil.disk_usage(folder).free
         except OSError as error:
             raise ValueError(f"cannot use {path} of the tiers: {error.strerror}") from None
         disks.setdefault(disk, []).append(path)
-        free[disk] = room
+        free[disk] = free_bytes
     own = ("file system", os.stat(output).st_dev)
-    rooms = {}
+    usable_bytes = {}
     for disk, paths in disks.items():
         index = len(paths) * config.ranks * SWAP_INDEX_BYTES
-        rooms[disk] = max(0, free[disk] - index - (checkpoints if disk == own else 0))
-    if needed <= (there := sum(rooms.values())):
+        usable_bytes[disk] = max(0, free[disk] - index - (checkpoints if disk == own else 0))
+    if needed <= (there := sum(usable_bytes.values())):
         return
     said = []
     for disk, paths in disks.items():

@@ -201,7 +201,7 @@ def _plan(config: TrainConfig, model_config: dict[str, Any], context: int, notes
         )
     swapped = least = None
     with contextlib.suppress(ValueError):  # raised for a system without a schedule
-        swapped, least = (stored_within(work, room) for room in (None, 0))
+        swapped, least = (stored_within(work, space) for space in (None, 0))
     return {
         "planned_host_bytes": planned.host_bytes,
         "planned_components": planned.components(),
@@ -306,10 +306,10 @@ def _text(
     if texts.skipped:
         notes.append(f"skipped {len(texts.skipped)} files that are not UTF-8 text, such as {texts.skipped[0]}")
     if config.eval_data and config.eval_sequences:
-        held = data.write_tokens(tokens / "eval", documents(config.eval_data), encode, seed=0, eval_share=0)
+        counted = data.write_tokens(tokens / "eval", documents(config.eval_data), encode, seed=0, eval_share=0)
         (tokens / "eval" / "train.tokens").replace(tokens / "eval.tokens")
         shutil.rmtree(tokens / "eval")
-        counts |= {"eval_documents": held["train_documents"], "eval_tokens": held["train_tokens"]}
+        counts |= {"eval_documents": counted["train_documents"], "eval_tokens": counted["train_tokens"]}
     counts |= _sequences(config, tokens, counts, context, share)
     recorded_text.require_recorded(folder, tokens)
     for made, path in ((tokenizer, folder.tokenizer), (tokens, folder.data)):
@@ -333,7 +333,7 @@ def _sequences(config: TrainConfig, tokens: Path, counts: dict[str, int], contex
             counts["train_tokens"] -= tail
             counts["eval_tokens"] = tail
     train = len(data.Sequences(tokens / "train.tokens", context))
-    held = len(data.Sequences(tokens / "eval.tokens", context))
+    evaluation = len(data.Sequences(tokens / "eval.tokens", context))
     needed = config.batch * config.accumulate * config.ranks
     if train < needed:
         raise ValueError(
@@ -341,7 +341,7 @@ def _sequences(config: TrainConfig, tokens: Path, counts: dict[str, int], contex
             f"x accumulate {config.accumulate} x ranks {config.ranks}); give more text, or lower one of them or "
             "--context"
         )
-    return {"train_sequences": train, "eval_sequences": held, "steps_an_epoch": train // needed}
+    return {"train_sequences": train, "eval_sequences": evaluation, "steps_an_epoch": train // needed}
 
 
 def _tokenizer(

@@ -132,7 +132,7 @@ class Progress:
         self._recent: list[float] = []
         self._eval_every, self._eval_batches = eval_every, eval_batches
         self._evaluation_s: float | None = None  # duration of the newest evaluation
-        self._told = False  # whether the log already says how long the current evaluation takes
+        self._duration_shown = False  # whether the log already says how long the current evaluation takes
         self._passing = False
 
     def say(self, text: str) -> None:
@@ -170,8 +170,8 @@ class Progress:
         left = seconds / done * (sequences - done)
         if self._terminal:
             self.passing(f"evaluating: {done} of {sequences} sequences, {duration(left)} left")
-        elif not self._told and seconds + left > LONG_S:
-            self._told = True
+        elif not self._duration_shown and seconds + left > LONG_S:
+            self._duration_shown = True
             self.say(f"evaluating {sequences} sequences, about {duration(seconds + left)}")
 
     def passing(self, text: str) -> None:
@@ -182,7 +182,7 @@ class Progress:
 
     def evaluation(self, step: int, loss: float, sequences: int, seconds: float) -> None:
         """Record and show the result of an evaluation after `step`."""
-        self._evaluation_s, self._told = seconds, False
+        self._evaluation_s, self._duration_shown = seconds, False
         self._write({"kind": "eval", "step": step, "loss": loss, "sequences": sequences, "seconds": seconds})
         self.say(f"{step:>6}  evaluation: loss {loss:.4f} over {sequences} sequences, {seconds:.1f} s")
 

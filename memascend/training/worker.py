@@ -385,7 +385,7 @@ class Worker:
         Raises a ValueError that says how much space it needs and how to continue if the disk is full.
         """
         self._end_saving()
-        with self._said_where_there_is_no_room(self.step):
+        with self._disk_full_explained(self.step):
             if meanwhile and self.config.checkpoints != "none":
                 self.saving = BackgroundCheckpoint(self.config, self.folder, self.backend, self.step)
             elif self.config.checkpoints != "none":
@@ -397,7 +397,7 @@ class Worker:
         if (saving := self.saving) is None:
             return
         self.saving = None
-        with self._said_where_there_is_no_room(saving.step):
+        with self._disk_full_explained(saving.step):
             saving.wait()
         self.progress.say(
             f"{saving.step:>6}  checkpoint {saving.path}, {saving.seconds:.1f} s, for {saving.stood_still_s:.1f} s of "
@@ -406,13 +406,13 @@ class Worker:
         self.progress.saved(saving.step, saving.seconds, saving.nbytes, 0, saving.stood_still_s)
 
     @contextlib.contextmanager
-    def _said_where_there_is_no_room(self, step: int) -> Iterator[None]:
+    def _disk_full_explained(self, step: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            raise ValueError(self._writer.no_room(error, step)) from error
+            raise ValueError(self._writer.disk_full_message(error, step)) from error
 
     @property
     def _writer(self) -> CheckpointWriter:

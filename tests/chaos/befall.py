@@ -71,7 +71,7 @@ class Befallen:
     def killed_at(self, op: str, after: int) -> None:
         self.layer.add(op, after=after, times=1, signal=signal.SIGKILL)
 
-    def torn_at(self, after: int, sectors: int) -> None:
+    def cut_at(self, after: int, sectors: int) -> None:
         self.layer.add("write", after=after, times=1, at_most=512 * sectors, signal=signal.SIGKILL)
 
     def interrupted_at_line(self, number: int | None) -> None:

@@ -87,7 +87,7 @@ class Commands:
     def _disturbed(
         self, draw: Draw, folder: Path, losses: dict[int, float], weights: str, seconds: float, size: int
     ) -> Outcome:
-        output, said, told, status = folder / "run", "", [], None
+        output, said, errors, status = folder / "run", "", [], None
         ballast, log = folder / "ballast", self._work / f"log-{draw.seed}"
         moment = draw.at * seconds
         if draw.fault == "full file system":
@@ -127,18 +127,18 @@ class Commands:
             if "Traceback (most recent call last)" in said and draw.fault not in ("kill", "memory limit"):
                 return Outcome("crash without a line", " ".join(said.strip().splitlines()[-1:]), output=said)
             if status > 0 and status not in (130, 143):
-                told.append(said.strip().splitlines()[-1] if said.strip() else "nothing")
+                errors.append(said.strip().splitlines()[-1] if said.strip() else "nothing")
         if status != 0:
             last = " ".join(said.strip().splitlines()[-1:])
-            return Outcome("crash without a line", f"it never came to its end: {last}", told=told, output=said)
+            return Outcome("crash without a line", f"it never came to its end: {last}", told=errors, output=said)
         found = reached_by(output)
         if found != (losses, weights):
-            return Outcome("wrong bits", f"losses {found[0]} for {losses}", told=told, output=said)
-        outcome = Outcome(NAMED if told else EQUAL, struck=attempt > 0, told=told)
+            return Outcome("wrong bits", f"losses {found[0]} for {losses}", told=errors, output=said)
+        outcome = Outcome(NAMED if errors else EQUAL, struck=attempt > 0, told=errors)
         left = [name for name in ("swap", "memascend-states-*", "*/memascend-*") if list(output.glob(name))]
         left += [str(path.name) for name in "ab" for path in (folder / name).glob("*")]
         if why := (f"files: {left}" if left else left_behind(self._known, isolated=self._isolated)):
-            return Outcome("leak", why, told=told, output=said)
+            return Outcome("leak", why, told=errors, output=said)
         return outcome
 
 

@@ -251,7 +251,7 @@ class Judge:
                 case "kill" if how["where"] != "moment":
                     befallen.killed_at(how["where"], call(how["where"]))
                 case "torn write":
-                    befallen.torn_at(call("write"), how["sectors"])
+                    befallen.cut_at(call("write"), how["sectors"])
                 case "power cut":
                     befallen.log = log_of_writes
                 case "SIGTERM" if how["handled"]:
@@ -319,8 +319,8 @@ class Judge:
     # -- the verdict ---------------------------------------------------------------------------------------------------
 
     def _verdict(self, draw: Draw, known: Undisturbed, phases: list[Phase], struck: bool) -> Outcome:
-        told = [event["error"] for phase in phases for event in phase.events if event.get("error")]
-        outcome = Outcome(EQUAL, struck=struck, told=list(dict.fromkeys(told)))
+        errors = [event["error"] for phase in phases for event in phase.events if event.get("error")]
+        outcome = Outcome(EQUAL, struck=struck, told=list(dict.fromkeys(errors)))
         outcome.resumed_from = [event["step"] for phase in phases for event in phase.all_of("resumed")]
         if left := phases[-1].last("left"):
             outcome.left_bytes = left["bytes"]
@@ -434,13 +434,13 @@ def _goes_on_from_older_states(draw: Draw, known: Undisturbed, phases: list[Phas
 
 def _walk(draw: Draw, phases: list[Phase], *, said: bool) -> str:
     reached = 0
-    torn_ones = draw.training.get("states") == "one version, torn"
+    partial = draw.training.get("states") == "one version, torn"
     for phase in phases:
-        was_told = any(event["at"] == "told" for event in phase.events)
+        reported = any(event["at"] == "told" for event in phase.events)
         for event in phase.events:
             if event["at"] == "resumed":
-                least = reached - reached % 2 if was_told and torn_ones else reached
-                if event["step"] < least and was_told == said:
+                least = reached - reached % 2 if reported and partial else reached
+                if event["step"] < least and reported == said:
                     return f"{reached} steps were completed, and it went on from {event['step']}"
             elif event["at"] == ("saved" if draw.target in _ON_DEEPSPEED else "step"):
                 reached = event["step"]

@@ -103,7 +103,7 @@ def made(name: str) -> nn.Module:
     return SHAPES[name]()
 
 
-class BesideWeights:
+class OtherState:
     """Buffers and plain attributes of a model: they are small, and the loop saves them itself."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class Loop:
             self._looking[op] = self._looking.get(op, 0) + count - before[op]
 
     def run(self) -> None:
-        held = open_descriptors()
+        descriptors = open_descriptors()
         running = len(os.listdir("/proc/self/task"))
         self.say("begun")
         try:
@@ -185,9 +185,9 @@ class Loop:
             name = f"{type(error).__name__}: {error}"
             error.__traceback__ = None  # its frames would keep alive what the check looks for
             del error
-            self._look_for_leaks(held, running, name)
+            self._look_for_leaks(descriptors, running, name)
             raise
-        self._look_for_leaks(held, running, None)
+        self._look_for_leaks(descriptors, running, None)
         if self._calls is not None:
             counted = {op: count - self._looking.get(op, 0) for op, count in self._calls().items()}
             self.say("counted", calls=counted, looking_s=self._looking["seconds"])
@@ -207,11 +207,11 @@ class Loop:
     def bytes_on_disk(self) -> int:
         return sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
 
-    def _look_for_leaks(self, held: set[str], running: int, error: str | None) -> None:
+    def _look_for_leaks(self, descriptors: set[str], running: int, error: str | None) -> None:
         gc.collect()
         deadline = time.monotonic() + _GONE_S  # the kernel takes rings down after `close` has returned
         while (
-            (more := sorted(open_descriptors() - held)) or (len(os.listdir("/proc/self/task")) > running)
+            (more := sorted(open_descriptors() - descriptors)) or (len(os.listdir("/proc/self/task")) > running)
         ) and time.monotonic() < deadline:
             time.sleep(0.01)
         threads = len(os.listdir("/proc/self/task")) - running
@@ -274,30 +274,30 @@ class EngineLoop(Loop):
         return session, session.optimizer(torch.optim.AdamW, options=options, **SETTINGS)
 
     def _steps(self, model: nn.Module, session: streaming, optimizer: Any) -> None:
-        beside = BesideWeights(model)
+        other = OtherState(model)
         if session.note:
-            beside.put_back(session.note["beside"])
+            other.put_back(session.note["other"])
         first = session.note.get("step", 0)
-        self.say("resumed", step=first, digest=digest_of(session, beside))
-        self.look(first, lambda: digest_of(session, beside))
+        self.say("resumed", step=first, digest=digest_of(session, other))
+        self.look(first, lambda: digest_of(session, other))
         for step in range(first, self.until):
-            before = beside.taken()
+            before = other.taken()
             while True:
                 try:
-                    loss = self._step(model, session, optimizer, beside, step)
+                    loss = self._step(model, session, optimizer, other, step)
                     break
                 except (Exception, KeyboardInterrupt) as error:
                     self.say("error", step=step, error=f"{type(error).__name__}: {error}")
                     if not self.on_error():
                         raise
-                    beside.put_back(before)
+                    other.put_back(before)
                     optimizer.zero_grad()
             if self.tears and step % 2 == 1:
                 self._save(model, session, optimizer, step)
             self.say("step", step=step + 1, loss=loss)
-            self.look(step + 1, lambda: digest_of(session, beside))
+            self.look(step + 1, lambda: digest_of(session, other))
         if self.until == STEPS:
-            self.say("done", digest=digest_of(session, beside), bytes_on_disk=self.bytes_on_disk())
+            self.say("done", digest=digest_of(session, other), bytes_on_disk=self.bytes_on_disk())
 
     def _save(self, model: nn.Module, session: streaming, optimizer: Any, step: int) -> None:
         while True:  # an error here is no reason to repeat the step
@@ -310,16 +310,14 @@ class EngineLoop(Loop):
                 if not self.on_error():
                     raise
 
-    def _step(
-        self, model: nn.Module, session: streaming, optimizer: Any, beside: BesideWeights, step: int
-    ) -> list[str]:
+    def _step(self, model: nn.Module, session: streaming, optimizer: Any, other: OtherState, step: int) -> list[str]:
         torch.manual_seed(step)
         losses = []
         for ids in self.data(step):
             loss = model(ids) / self.training["accumulate"]
             losses.append(float(loss.detach()).hex())
             loss.backward()
-        session.note = {"step": step + 1, "beside": beside.taken()}
+        session.note = {"step": step + 1, "other": other.taken()}
         optimizer.step()
         return losses
 
@@ -329,7 +327,7 @@ class EngineLoop(Loop):
         self.say("removed", files=sorted(path.name for path in self.folder.iterdir()))
 
 
-def digest_of(session: streaming, beside: BesideWeights) -> str:
+def digest_of(session: streaming, other: OtherState) -> str:
     engine = session.engine
     digest = hashlib.sha256(str(sorted(engine.steps.items())).encode())
     for name, values in engine.read_weights():
@@ -337,7 +335,7 @@ def digest_of(session: streaming, beside: BesideWeights) -> str:
     for name in engine.layout.order:
         for key, values in sorted(engine.read_states(name).items()):
             digest.update(key.encode() + values.numpy().tobytes())
-    for buffer in beside._model.buffers():
+    for buffer in other._model.buffers():
         digest.update(buffer.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -348,12 +346,12 @@ class ActivationsLoop(Loop):
     def train(self) -> None:
         model = made(self.training["shape"])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer, beside, first = AdamW(trained, **SETTINGS), BesideWeights(model), 0
+        optimizer, other, first = AdamW(trained, **SETTINGS), OtherState(model), 0
         if self.saved.exists():
             saved = torch.load(self.saved, weights_only=False)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-            beside.put_back(saved["beside"])
+            other.put_back(saved["other"])
             first = saved["step"]
         self.say("resumed", step=first, digest=self._digest(model, optimizer))
         self.look(first, lambda: self._digest(model, optimizer))
@@ -361,7 +359,7 @@ class ActivationsLoop(Loop):
         where.mkdir(exist_ok=True)
         options = {"amount": "all", "minimum_bytes": 512, "reserve_bytes": 0, "device": "cpu"}
         for step in range(first, self.until):
-            before = beside.taken()
+            before = other.taken()
             while True:
                 try:
                     torch.manual_seed(step)
@@ -379,11 +377,11 @@ class ActivationsLoop(Loop):
                     # memory, so this process cannot continue.
                     if isinstance(error, KeyboardInterrupt) or not self.on_error():
                         raise
-                    beside.put_back(before)
+                    other.put_back(before)
                     optimizer.zero_grad()
             optimizer.zero_grad()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            write_durably(self.saved, {**state, "beside": beside.taken(), "step": step + 1})
+            write_durably(self.saved, {**state, "other": other.taken(), "step": step + 1})
             self.say("step", step=step + 1, loss=losses)
             self.look(step + 1, lambda: self._digest(model, optimizer))
         if self.until == STEPS:

@@ -80,17 +80,17 @@ def test_power_cut_keeps_flushed_data_and_tears_unflushed_writes():
     durable, lost = b"a" * sector, b"b" * (4 * sector)
     log = logged(power.WRITE, 1, 0, durable) + logged(power.WRITTEN, 1, size=sector) + logged(power.FLUSH, 2)
     # the write ends after the flush began, so the flush does not cover it
-    under_way = logged(power.WRITE, 1, sector, lost)
-    log += under_way + logged(power.WRITTEN, 1, size=len(lost))
+    in_flight = logged(power.WRITE, 1, sector, lost)
+    log += in_flight + logged(power.WRITTEN, 1, size=len(lost))
     before = bytes(5 * sector)
     for place in (len(log), len(log) - 1):  # the flush has not returned
         assert power.after_a_cut(before, log[:place], 0.0, random.Random(0)) == before
     log += logged(power.FLUSHED, 2)
     assert power.after_a_cut(before, log, 0.0, random.Random(0)) == durable + bytes(4 * sector)
-    torn = {power.after_a_cut(before, log, 1.0, random.Random(seed)) for seed in range(40)}
-    assert durable + lost in torn
-    assert len(torn) > 8  # each sector of a write is kept or lost independently
-    assert {each[:sector] for each in torn} == {durable}
+    states = {power.after_a_cut(before, log, 1.0, random.Random(seed)) for seed in range(40)}
+    assert durable + lost in states
+    assert len(states) > 8  # each sector of a write is kept or lost independently
+    assert {each[:sector] for each in states} == {durable}
 
 
 def test_truncated_last_record_of_the_log_is_ignored():

@@ -131,7 +131,7 @@ def test_close_interrupted_by_ctrl_c_still_finishes(tmp_path, monkeypatch, where
     ours = model()
     engine = streamed(ours, tmp_path, _C.FaultLayer())
     train(ours, engine, batches(2))
-    held, pressed = len(os.listdir("/proc/self/fd")), []
+    before, pressed = len(os.listdir("/proc/self/fd")), []
 
     def interrupted(*arguments):
         if not pressed:
@@ -146,7 +146,7 @@ def test_close_interrupted_by_ctrl_c_still_finishes(tmp_path, monkeypatch, where
         engine.close()
     del engine
     assert "memascend-updates" not in {thread.name for thread in threading.enumerate()}
-    assert len(os.listdir("/proc/self/fd")) < held
+    assert len(os.listdir("/proc/self/fd")) < before
     assert os.listdir(tmp_path / "session") == ["states"]
 
 

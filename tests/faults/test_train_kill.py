@@ -164,8 +164,8 @@ def test_run_killed_mid_step_without_redo_resumes_from_checkpoint(tmp_path, tmp_
             time.sleep(instants.uniform(0, 0.3))
             run.send_signal(signal.SIGKILL)
     lines += [line for line in resume_to_the_end(output, *options).splitlines() if line.startswith("resume ")]
-    torn = [line for line in lines if "left in the middle of a step (state_versions)" in line]
-    assert all("from the last checkpoint, " in line or "there is no checkpoint" in line for line in torn)
+    interrupted = [line for line in lines if "left in the middle of a step (state_versions)" in line]
+    assert all("from the last checkpoint, " in line or "there is no checkpoint" in line for line in interrupted)
     assert losses(output) == losses(reference)
 
 

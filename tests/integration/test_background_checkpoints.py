@@ -65,8 +65,8 @@ def waiting(tmp_path_factory, text):
 def test_background_checkpoints_equal_those_of_a_waiting_run(tmp_path, text, waiting, more):
     done = train(tmp_path / "ours", *OPTIONS, "--data", str(text), *more)
     assert done.returncode == 0, done.stdout + done.stderr
-    beside = [line for line in done.stdout.splitlines() if "of which training waited" in line]
-    assert [line.split()[0] for line in beside] == ["2", "4", "6"]
+    checkpoints = [line for line in done.stdout.splitlines() if "of which training waited" in line]
+    assert [line.split()[0] for line in checkpoints] == ["2", "4", "6"]
     assert losses(tmp_path / "ours") == losses(waiting(*more))
     found, expected = (listed(output / "checkpoints")[0] for output in (tmp_path / "ours", waiting(*more)))
     assert [each.step for each in found] == [each.step for each in expected] == [2, 4, 6, 7]

@@ -206,9 +206,9 @@ def test_generate_continues_text_as_the_exported_model_does(runs, tmp_path, caps
         torch.manual_seed(5)
         expected = model.generate(ids, max_new_tokens=6, **({"do_sample": True} | sampling))
         assert main(["generate", str(runs / "none"), "--prompt", prompt, "--tokens", "6", "--seed", "5", *options]) == 0
-        said, _, told = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+        said, _, note = capsys.readouterr().out.rstrip("\n").rpartition("\n")
         assert said == tokenizer.decode(expected[0], skip_special_tokens=True)
-        assert re.search(rf"from the weights of step [46] of {runs / 'none'}\)", told)
+        assert re.search(rf"from the weights of step [46] of {runs / 'none'}\)", note)
 
 
 def test_generate_refuses_runs_without_states_and_bad_options(runs, tmp_path, capsys):
@@ -301,7 +301,7 @@ def test_killed_export_leaves_no_model_and_the_next_succeeds(runs, tmp_path, whe
 @pytest.mark.parametrize("full", ["before", "in the weights", "from the first file on"])
 def test_export_to_a_full_disk_fails_and_leaves_nothing(runs, tmp_path, capsys, monkeypatch, name, full):
     if full != "before":  # the space is used up after the check
-        monkeypatch.setattr(export, "_require_room", lambda *_: None)
+        monkeypatch.setattr(export, "_require_space", lambda *_: None)
     with small_file_system(tmp_path / "small", 2 << 20) as small:
         if full == "from the first file on":
             with (small / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):

@@ -76,7 +76,7 @@ def test_one_line_says_why_gradient_conversion_is_not_deferred(caplog, adamw, ot
         subgroup_to_device = ("cpu",)
         fp16_partitioned_groups_flat_numel, _flat_begin = (8,), (0,)
         _pieces: ClassVar = {0: SimpleNamespace(lie_in=lambda flat: False)}
-        _told = False
+        _announced = False
 
         def __init__(self):
             self.optimizer = object.__new__(DeepSpeedCPUAdam) if adamw else Muonlike()

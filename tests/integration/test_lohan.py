@@ -389,11 +389,11 @@ def test_plan_says_what_a_step_writes_and_why(options, line, capsys):
 
 
 @pytest.mark.parametrize(
-    ("room", "versions", "status"),
+    ("bytes_per_parameter", "versions", "status"),
     [(30, "two versions of the states:", 0), (20, "one version of the states, with", 0), (17, "", 1)],
 )
-def test_plan_keeps_as_many_state_versions_as_fit(room, versions, status, capsys):
-    gib = room * SEVEN.parameters / 2**30
+def test_plan_keeps_as_many_state_versions_as_fit(bytes_per_parameter, versions, status, capsys):
+    gib = bytes_per_parameter * SEVEN.parameters / 2**30
     assert main([*PLAN, "--clip", "0", "--ssd-space", f"{gib:.3f}"]) == status
     said = capsys.readouterr().out
     assert versions in said or status

@@ -105,7 +105,7 @@ def test_prefetch_reuses_a_buffer_the_device_has_copied(swapper):
     assert swapper.available_swap_in_buffers() == 1
 
 
-def test_a_gather_under_way_keeps_its_buffer_from_a_prefetch(swapper):
+def test_a_gather_in_progress_keeps_its_buffer_from_a_prefetch(swapper):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)
     first.ds_status.name = "INFLIGHT"

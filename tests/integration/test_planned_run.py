@@ -90,13 +90,13 @@ def test_large_planned_buffers_match_the_run_within_two_percent(pair):
     for entry in plan["ledger"]:
         if entry["role"] == "host" and entry["allocator"] == "page_aligned":
             planned[entry["owner"]] = planned.get(entry["owner"], 0) + entry["reserved_bytes"]
-    held: dict[str, int] = {}
+    reserved_bytes: dict[str, int] = {}
     for owner, reserved in run["ledger"]:
-        held[owner] = held.get(owner, 0) + reserved
+        reserved_bytes[owner] = reserved_bytes.get(owner, 0) + reserved
     large = {owner: size for owner, size in planned.items() if size > 100 << 10}
     assert set(large) >= {"parameter_pool", "optimizer_buffers", "gradient_flat_buffer"}
     for owner, size in large.items():
-        assert held.get(owner, 0) == pytest.approx(size, rel=0.02), (owner, held)
+        assert reserved_bytes.get(owner, 0) == pytest.approx(size, rel=0.02), (owner, reserved_bytes)
 
 
 def test_swap_files_match_the_planned_size(pair):
@@ -141,8 +141,8 @@ def drop_in(tmp_path_factory):
         keys = model_spec(name).twin(k).hf_config_dict() | small
         models[name].write_text(json.dumps(keys))
     run_script("drop_in_script.py", folder, path, CONTEXT, folder / "result.json", *models.values())
-    held = json.loads((folder / "result.json").read_text())
-    return path, models, {name: held[str(model)] for name, model in models.items()}
+    made = json.loads((folder / "result.json").read_text())
+    return path, models, {name: made[str(model)] for name, model in models.items()}
 
 
 @pytest.mark.parametrize("model", DROP_IN)
@@ -155,14 +155,14 @@ def test_plan_of_a_users_configuration_matches_the_run_by_entry(drop_in, capsys,
     for entry in json.loads(capsys.readouterr().out)["ledger"]:
         if entry["allocator"] in ("page_aligned", "direct engine"):  # torch's own, pageable, are in no ledger of a run
             planned.setdefault(entry["owner"], []).append(entry["reserved_bytes"])
-    held: dict[str, list[int]] = {}
+    measured: dict[str, list[int]] = {}
     for owner, _, reserved in runs[model]:
-        held.setdefault(owner, []).append(reserved)
-    assert set(planned) == set(held)
+        measured.setdefault(owner, []).append(reserved)
+    assert set(planned) == set(measured)
     assert len(planned["optimizer_buffers"]) == 4
     for owner, sizes in planned.items():
-        assert sorted(held[owner]) == pytest.approx(sorted(sizes), rel=0.02), owner
-    total = {name: sum(map(sum, owners.values())) for name, owners in (("plan", planned), ("run", held))}
+        assert sorted(measured[owner]) == pytest.approx(sorted(sizes), rel=0.02), owner
+    total = {name: sum(map(sum, owners.values())) for name, owners in (("plan", planned), ("run", measured))}
     assert total["plan"] == pytest.approx(total["run"], rel=0.02)
 
 

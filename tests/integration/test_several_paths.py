@@ -39,7 +39,7 @@ def tiers(folder, names="ab", **options):
     return {"tiers": [str(folder / name) for name in names], **options}
 
 
-def held(sub_groups):
+def caching(sub_groups):
     """Return a configuration that keeps so many sub-groups in host memory."""
     return {"zero_optimization": {"offload_optimizer": {"buffer_count": cached_sub_group_buffers(False, sub_groups)}}}
 
@@ -48,9 +48,9 @@ def test_two_paths_train_as_plain_offload_and_move_less(tmp_path):
     clipped = {"gradient_clipping": 0.1}
     jobs = [
         Job(name="plain", **SMALL),
-        Job(name="tiers", parts=tiers(tmp_path), config=held(3), **SMALL),
+        Job(name="tiers", parts=tiers(tmp_path), config=caching(3), **SMALL),
         Job(name="plain, fast", arm="memascend_fast", config=clipped, **SMALL),
-        Job(name="fast", arm="memascend_fast", parts=tiers(tmp_path), config=merged(clipped, held(3)), **SMALL),
+        Job(name="fast", arm="memascend_fast", parts=tiers(tmp_path), config=merged(clipped, caching(3)), **SMALL),
     ]
     results = train_all(jobs, tmp_path / "out")
     plain, over_two = results["plain"], results["tiers"]
@@ -113,7 +113,7 @@ def test_full_path_leaves_sub_groups_to_the_other_path(tmp_path):
     with small_file_system(tmp_path / "b", 4 << 20):
         jobs = [
             Job(name="plain", **SMALL),
-            Job(name="tiers", parts=tiers(tmp_path, tier_placement=[1, 20]), config=held(2), **SMALL),
+            Job(name="tiers", parts=tiers(tmp_path, tier_placement=[1, 20]), config=caching(2), **SMALL),
         ]
         results = train_all(jobs, tmp_path / "out")
     for field in SAME:
@@ -126,7 +126,7 @@ def test_full_path_leaves_sub_groups_to_the_other_path(tmp_path):
 @pytest.mark.slow
 def test_error_names_vanished_path_and_checkpoint_resumes_without_it(tmp_path):
     paths = tiers(tmp_path, aio="file", tier_placement=[1, 1])
-    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": caching(2)}
     jobs = [
         Job(name="plain", **SMALL),
         Job(name="lost", parts=paths, save_at=(2,), lose_path=(3, str(tmp_path / "b")), **saved, **SMALL),
@@ -148,7 +148,7 @@ def test_checkpoint_references_data_and_survives_removal_of_all_paths(tmp_path, 
         (tmp_path / "other").mkdir()
         (shared / "path").mkdir()
         paths = {"tiers": [str(shared / "path"), str(tmp_path / "other")], "tier_placement": [1, 1], "aio": aio}
-        saved = {"checkpoint": str(shared / "saved"), "config": held(2)}
+        saved = {"checkpoint": str(shared / "saved"), "config": caching(2)}
         whole = Job(name="whole", parts=paths, save_at=(2, 3), **saved, **SMALL)
         whole_again = Job(name="plain", **SMALL)
         results = train_all([whole, whole_again], tmp_path / "out")
@@ -169,7 +169,7 @@ def test_raw_device_can_be_a_path_like_a_folder(tmp_path):
     with loop_device(tmp_path, 256 << 20) as device:
         paths = tiers(tmp_path, names="a", tier_placement=[1, 1])
         paths["tiers"].append(device)
-        saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+        saved = {"checkpoint": str(tmp_path / "saved"), "config": caching(2)}
         jobs = [
             Job(name="plain", **SMALL),
             Job(name="device", parts=paths, save_at=(2,), **saved, **SMALL),
@@ -189,7 +189,7 @@ def test_run_killed_while_rehoming_resumes_to_same_bits(tmp_path, seed):
     """The kill comes at one of the 16 to 20 tensors that move in a step or two, or up to 20 ms later."""
     chance = random.Random(seed)
     paths = tiers(tmp_path, tier_placement=[1, 1])
-    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": caching(2)}
     instant = {
         "rehome_at": chance.choice([2, 3]),
         "die_at_move": chance.randint(1, 14),
@@ -199,7 +199,7 @@ def test_run_killed_while_rehoming_resumes_to_same_bits(tmp_path, seed):
     assert train_all([killed], tmp_path / "out") == {}
     jobs = [
         Job(name="plain", **SMALL),
-        Job(name="moved", parts=paths, rehome_at=1, config=held(2), **SMALL),
+        Job(name="moved", parts=paths, rehome_at=1, config=caching(2), **SMALL),
         Job(name="resumed", parts=paths, resume=True, **saved, **SMALL),
     ]
     results = train_all(jobs, tmp_path / "out")
@@ -222,7 +222,7 @@ def test_path_faults_keep_the_bits_or_name_what_is_lost(tmp_path):
     jobs = [Job(name="plain", **SMALL)]
     faults = [(kind, after) for kind in ("eio", "full", "hang", "vanish") for after in (0, 7, 23)]
     for kind, after in faults:
-        saved = {"checkpoint": str(tmp_path / f"{kind}-{after}"), "config": held(2)}
+        saved = {"checkpoint": str(tmp_path / f"{kind}-{after}"), "config": caching(2)}
         fault = (2, broken, kind, after)
         jobs.append(Job(name=f"{kind} {after}", parts=paths, save_at=(2,), path_fault=fault, **saved, **SMALL))
         rest = tiers(tmp_path, names="a")
@@ -250,7 +250,7 @@ def test_path_measured_slow_at_start_gets_its_share_later(tmp_path):
     disturbed = (3, str(tmp_path / "b"), "disturbed", 0)
     jobs = [
         Job(name="plain", **steps),
-        Job(name="disturbed", parts=tiers(tmp_path), config=held(2), path_fault=disturbed, **steps),
+        Job(name="disturbed", parts=tiers(tmp_path), config=caching(2), path_fault=disturbed, **steps),
     ]
     results = train_all(jobs, tmp_path / "out")
     on_b = [of_paths[1] for of_paths in results["disturbed"]["groups"]]
@@ -267,7 +267,7 @@ def test_path_that_fails_and_recovers_gets_its_share_again(tmp_path, kind):
     fault = {"path_fault": (3, str(tmp_path / "b"), kind, 5), "heal_at": 6}
     jobs = [
         Job(name="plain", **steps),
-        Job(name="back", parts=tiers(tmp_path, tier_placement=[1, 1]), config=held(2), **fault, **steps),
+        Job(name="back", parts=tiers(tmp_path, tier_placement=[1, 1]), config=caching(2), **fault, **steps),
     ]
     results = train_all(jobs, tmp_path / "out")
     back = results["back"]
@@ -293,7 +293,7 @@ def test_four_processes_train_identically_after_a_path_recovers(tmp_path):
         for after in (0, 7, 23):
             fault = {"path_fault": (2, str(tmp_path / "b"), kind, after), "heal_at": 5}
             parts = tiers(tmp_path, tier_placement=[1, 1])
-            jobs.append(Job(name=f"{kind} {after}", parts=parts, config=held(2), **fault, **steps))
+            jobs.append(Job(name=f"{kind} {after}", parts=parts, config=caching(2), **fault, **steps))
     results = train_all(jobs, tmp_path / "out", ranks=4, timeout_s=800)
     for job in jobs[1:]:
         hit = results[job.name]
@@ -308,7 +308,7 @@ def test_four_processes_train_identically_after_a_path_recovers(tmp_path):
 @pytest.mark.slow
 def test_write_budget_stops_training_and_the_checkpoint_resumes(tmp_path):
     paths = tiers(tmp_path, tier_placement=[1, 1])
-    saved = {"checkpoint": str(tmp_path / "saved"), "config": held(2)}
+    saved = {"checkpoint": str(tmp_path / "saved"), "config": caching(2)}
     budget = {"write_budget": "1MiB", "write_budget_stops": True}
     jobs = [
         Job(name="plain", **SMALL),
@@ -326,9 +326,14 @@ def test_two_ranks_share_the_paths_and_train_the_same(tmp_path):
     jobs = [
         Job(name="plain", **HARD),
         Job(
-            name="exclusive", parts=tiers(tmp_path, tier_exclusive=True), config=merged(HARD["config"], held(2)), **KEYS
+            name="exclusive",
+            parts=tiers(tmp_path, tier_exclusive=True),
+            config=merged(HARD["config"], caching(2)),
+            **KEYS,
         ),
-        Job(name="free", parts=tiers(tmp_path, tier_exclusive=False), config=merged(HARD["config"], held(2)), **KEYS),
+        Job(
+            name="free", parts=tiers(tmp_path, tier_exclusive=False), config=merged(HARD["config"], caching(2)), **KEYS
+        ),
     ]
     results = train_all(jobs, tmp_path / "out", ranks=2)
     for name in ("exclusive", "free"):

@@ -153,10 +153,10 @@ def test_requested_checkpoints_are_kept_with_valid_checksums(finished):
 def test_the_report_accounts_for_the_peak_to_the_byte(finished):
     report = json.loads((finished / "report.json").read_text())
     memory = report["memory"]
-    held = sum(row["reserved_bytes"] for row in report["ledger"])
-    assert held == memory["ledger_bytes"] > 0
+    reserved = sum(row["reserved_bytes"] for row in report["ledger"])
+    assert reserved == memory["ledger_bytes"] > 0
     of_the_process = ("idle", "later_libraries", "object", "tensor", "rest")
-    assert held + sum(memory[f"{part}_bytes"] for part in of_the_process) == memory["host_peak_bytes"]
+    assert reserved + sum(memory[f"{part}_bytes"] for part in of_the_process) == memory["host_peak_bytes"]
     assert memory["tensor_bytes"] > 0  # there is no GPU, so tensors are in host memory
     assert abs(memory["rest_bytes"]) < 0.1 * memory["host_peak_bytes"]
     assert {"gradient_flat_buffer", "parameter_pool", "optimizer_buffers"} <= {row["owner"] for row in report["ledger"]}

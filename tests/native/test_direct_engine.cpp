@@ -196,7 +196,7 @@ TEST(a_call_that_fails_outright_fails_the_request_and_the_engine_goes_on) {
   }
 }
 
-TEST(a_device_that_has_shrunk_is_told_from_an_error) {
+TEST(a_device_that_has_shrunk_is_distinguished_from_an_error) {
   for (const std::string& backend : backends()) {
     Faulted at(backend);
     for (const std::string& path : at.bench.paths) {
@@ -377,7 +377,7 @@ TEST(unregistered_memory_may_be_freed_and_its_address_used_again) {
   munmap(memory, kBytes);
 }
 
-TEST(memory_is_unregistered_while_transfers_from_it_are_under_way) {
+TEST(memory_is_unregistered_while_transfers_from_it_are_in_flight) {
   for (const std::string& backend : backends()) {
     const Bench bench(2);
     DirectEngine engine(bench.open(), options_for(backend, 2, 2));

@@ -170,10 +170,10 @@ TEST(pinned_transparent_huge_pages_give_both_ends_back) {
   PinnedRegistry registry;
   const PinnedBlock block = registry.allocate(kPageBytes, kPageBytes, false, false, PageKind::kTransparent);
   // Other mappings directly before and after the block succeed only if no part of our larger mapping is left there.
-  for (const std::uintptr_t beside : {block.address - kPageBytes, block.address + kPageBytes}) {
-    void* got = mmap(reinterpret_cast<void*>(beside), kPageBytes, PROT_NONE,
+  for (const std::uintptr_t neighbour : {block.address - kPageBytes, block.address + kPageBytes}) {
+    void* got = mmap(reinterpret_cast<void*>(neighbour), kPageBytes, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    CHECK(got == reinterpret_cast<void*>(beside));
+    CHECK(got == reinterpret_cast<void*>(neighbour));
     munmap(got, kPageBytes);
   }
   CHECK(registry.release(block.address));

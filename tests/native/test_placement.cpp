@@ -51,7 +51,7 @@ TEST(placement_that_the_kernel_refuses_names_the_nodes_and_leaves_no_block) {
   CHECK(registry.live().empty() && registry.drain_events().empty());
 }
 
-TEST(placement_counts_pages_that_nobody_has_touched_apart) {
+TEST(placement_counts_untouched_pages_separately) {
   const std::size_t bytes = 20000 * kPageBytes;  // needs more than one system call
   auto* data = static_cast<char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   data[0] = data[17000 * kPageBytes] = 1;

@@ -236,7 +236,7 @@ TEST(interrupted_and_short_metadata_transfers_are_continued) {
   CHECK(contents(*store).size() == 60);
 }
 
-TEST(stores_are_told_apart) {
+TEST(stores_are_distinguished) {
   const Bench one(2);
   const Bench two(2);
   StoreOptions options;
@@ -410,7 +410,7 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
     if (cut % stride != 0) {
       continue;
     }
-    const bool under_way = committed + 1 < states.size() && begins[committed + 1] < cut;
+    const bool committing = committed + 1 < states.size() && begins[committed + 1] < cut;
     for (const double chance : {0.0, 1.0, 0.5, 0.9}) {
       if (chance > 0 && !wreck.has_unflushed()) {
         continue;
@@ -419,7 +419,7 @@ TEST(after_a_power_cut_at_any_write_every_commit_is_whole_or_absent) {
       const std::shared_ptr<Store> store = wrecked.open();
       const State found = contents(*store);
       ++opened;
-      CHECK_NOTE(found == states[committed] || (under_way && found == states[committed + 1]),
+      CHECK_NOTE(found == states[committed] || (committing && found == states[committed + 1]),
                  "cut " + std::to_string(cut) + ", chance " + std::to_string(chance));
       wreck.fix();
     }

@@ -184,7 +184,7 @@ TEST(cancelling_a_request_lets_the_next_in_line_go) {
   }
 }
 
-TEST(erasing_a_tensor_in_use_gives_its_space_to_nobody_before_the_end) {
+TEST(erasing_a_tensor_in_use_frees_its_space_only_at_the_end) {
   Swap at("auto");
   const std::int64_t before = at.store->space().free_bytes;
   (void)ended(at.engine, put(at.engine, "t", pattern(100000, 1)));

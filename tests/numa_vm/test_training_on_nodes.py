@@ -139,14 +139,14 @@ def test_every_class_is_interleaved(nodes, unplaced_losses):
 def test_latency_first_fills_near_node_and_splits_rest_by_bandwidth(nodes, unplaced_losses):
     near, one, two = nodes
     parameters = sum(p.numel() for p in trained(None, steps=0)[0].model.parameters())
-    room = 4 * parameters * 5 // 2  # masters, momentum, and half of the variance
-    backend, losses = trained(json.dumps({"policy": "latency_first", "limits": {str(near): room}}))
+    limit = 4 * parameters * 5 // 2  # masters, momentum, and half of the variance
+    backend, losses = trained(json.dumps({"policy": "latency_first", "limits": {str(near): limit}}))
     pages = pages_by_class(backend)
     assert set(pages) == ALL
     state = -(-4 * parameters // 4096)
     assert pages[MASTERS] == {near: state}
     assert pages[MOMENTUM] == {near: state}
-    left = room / 4096 - 2 * state  # less than its share by bandwidth, so all of it is used
+    left = limit / 4096 - 2 * state  # less than its share by bandwidth, so all of it is used
     assert abs(pages[VARIANCE][near] - left) <= 1
     assert abs(pages[VARIANCE][one] - (state - left) / 2) <= 1
     assert abs(pages[VARIANCE][two] - (state - left) / 2) <= 1
@@ -154,12 +154,12 @@ def test_latency_first_fills_near_node_and_splits_rest_by_bandwidth(nodes, unpla
     assert abs(pages[GRADIENTS][one] - state / 2) <= 1
     for name in (WEIGHTS, ACTIVATIONS):
         assert set(pages[name]) <= {one, two}
-    assert sum(counted.get(near, 0) for counted in pages.values()) * 4096 <= room
+    assert sum(counted.get(near, 0) for counted in pages.values()) * 4096 <= limit
     assert_tensors_lie_in_the_ledger(backend)
     assert losses == unplaced_losses
 
 
-def test_latency_first_with_room_leaves_everything_on_the_near_node(nodes):
+def test_latency_first_with_space_leaves_everything_on_the_near_node(nodes):
     backend, _ = trained("latency_first", steps=1)
     for name, counted in pages_by_class(backend).items():
         assert set(counted) == {nodes[0]}, name

@@ -244,7 +244,7 @@ def test_each_block_follows_the_policy_of_the_mix(use_reentrant, tmp_path):
     section = {"folder": str(tmp_path), "minimum_bytes": 64, "reserve_bytes": 0, "device": "cpu"}
 
     def one(mix):
-        model, held = make("llama", num_hidden_layers=6), {}
+        model, in_memory = make("llama", num_hidden_layers=6), {}
         options = MemoryOptions(checkpointing="ssd", activations=section | {"mix": mix})
         applied = apply_memory_options(model, options, use_reentrant=use_reentrant)
 
@@ -254,10 +254,10 @@ def test_each_block_follows_the_policy_of_the_mix(use_reentrant, tmp_path):
             for saved in applied.cache._live:
                 block = re.search(r"layers\.(\d)", saved.name)
                 key = int(block.group(1)) if block else "outside"
-                held[key] = held.get(key, 0) + (0 if saved.memory is None else saved.nbytes)
+                in_memory[key] = in_memory.get(key, 0) + (0 if saved.memory is None else saved.nbytes)
 
         for _ in range(2):
-            held.clear()
+            in_memory.clear()
             found = loss_and_gradients(model, look, **batch())
             assert torch.equal(found[0], expected[0])
             assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
@@ -265,7 +265,7 @@ def test_each_block_follows_the_policy_of_the_mix(use_reentrant, tmp_path):
         assert chosen == f"ssd ({mix})"
         applied.undo()
         assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        return held, facts
+        return in_memory, facts
 
     kept, nothing = one("keep:6")
     assert nothing["written"] == 0

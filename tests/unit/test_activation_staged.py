@@ -146,9 +146,9 @@ def test_gpu_offloading_keeps_gradients_equal_and_lowers_device_memory(tmp_path)
             loss = model(x).square().mean()
             while cache is not None and any(saved.writing is not None for saved in tuple(cache._live)):
                 time.sleep(0.001)
-            held = torch.cuda.memory_allocated()
+            allocated = torch.cuda.memory_allocated()
             loss.backward()
-        return held, [p.grad.cpu() for p in model.parameters()]
+        return allocated, [p.grad.cpu() for p in model.parameters()]
 
     kept, expected = one()
     with memascend.offload_activations(tmp_path, amount="all", reserve_bytes=0, device="cuda") as cache:

@@ -79,11 +79,11 @@ def lazy(monkeypatch):
     """Make a save copy only what an update waits for, until the yielded event is set."""
     go_on, following = threading.Event(), Snapshot.next
 
-    def wanted(self, under_way=None):
+    def wanted(self, in_progress=None):
         with self._changed:
             while not go_on.is_set() and self._pending and not (set(self._wanted) & set(self._pending)):
                 self._changed.wait(0.005)
-        return following(self, under_way)
+        return following(self, in_progress)
 
     monkeypatch.setattr(Snapshot, "next", wanted)
     yield go_on

@@ -177,10 +177,10 @@ def group():
 
 
 @pytest.mark.parametrize(
-    ("steps", "held", "words"),
+    ("steps", "allocated", "words"),
     [("512", "0", "MiB that"), ("192,192", "1", "leaves now"), (",".join(["48"] * 8), None, "leaves now")],
 )
-def test_allocation_beyond_a_real_group_limit_raises_without_a_kill(group, steps, held, words):
+def test_allocation_beyond_a_real_group_limit_raises_without_a_kill(group, steps, allocated, words):
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATE_UNDER_A_LIMIT, str(group), steps],
         capture_output=True,
@@ -194,5 +194,5 @@ def test_allocation_beyond_a_real_group_limit_raises_without_a_kill(group, steps
     assert message.startswith("pinned buffer 'pool'")
     assert words in message
     assert str(group / cgroup._LIMIT[1 if (group / cgroup._LIMIT[1]).exists() else 2]) in message
-    assert held is None or number == held
+    assert allocated is None or number == allocated
     assert os.path.isdir(group)

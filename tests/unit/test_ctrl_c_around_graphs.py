@@ -99,8 +99,8 @@ def test_ctrl_c_arrives_while_a_graph_is_freed(tmp_path, kind):
     context, loss_of = kind(tmp_path)
     layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     with context:
-        held = [loss_of(layer, x)]
+        kept = [loss_of(layer, x)]
         with pytest.raises(KeyboardInterrupt):
-            list(map(operator.call, [_thread.interrupt_main, held.clear]))  # one call from Python's point of view
+            list(map(operator.call, [_thread.interrupt_main, kept.clear]))  # one call from Python's point of view
         loss_of(layer, x).backward()
     assert x.grad is not None

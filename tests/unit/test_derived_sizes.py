@@ -72,8 +72,8 @@ def test_each_further_path_adds_two_cached_sub_groups():
 
 def test_more_host_memory_allows_more_cached_sub_groups():
     sizes = {"gradient_bytes": 1000, "buffer_bytes": 100, "sub_groups": 12, "swaps_gradients": False}
-    held = [cached_sub_groups_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
-    assert held == [3, 3, 5, 8, 12]
+    cached = [cached_sub_groups_within(left, **sizes) for left in (0, 1000, 3000, 4000, 100_000)]
+    assert cached == [3, 3, 5, 8, 12]
     assert cached_sub_groups_within(3000, **sizes | {"swaps_gradients": True}) == 3
     assert (cached_sub_group_buffers(False, 5), cached_sub_group_buffers(True, 5)) == (15, 21)
     assert (

@@ -23,8 +23,8 @@ BACKENDS = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch):
-    monkeypatch.setattr(shared, "_told_about", set())
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(shared, "_warned_about", set())
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ def test_memory_misaligned_for_the_device_is_bounced(tmp_path, layer, backend):
         assert engine.statistics.bounced_bytes == 0
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_file_engine_bounces_even_where_kernel_reports_no_alignment(tmp_path, layer, told):
-    layer.demand_alignment(4096, told)
+@pytest.mark.parametrize("reported", [True, False])
+def test_file_engine_bounces_even_where_kernel_reports_no_alignment(tmp_path, layer, reported):
+    layer.demand_alignment(4096, reported)
     with FileEngine(threads=1, faults=layer) as engine:
 
         def write(key, tensor):
@@ -87,7 +87,7 @@ def test_file_engine_bounces_even_where_kernel_reports_no_alignment(tmp_path, la
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_refused_alignment_is_explained(tmp_path, layer, backend):
-    layer.demand_alignment(4096, told=False)
+    layer.demand_alignment(4096, reported=False)
     with direct_engine(tmp_path, layer, backend=backend) as engine:
         engine.write("t", at_512(1 << 16))
         with pytest.raises(StorageError, match=r"Invalid argument: .*multiples of its logical block size") as caught:

@@ -87,10 +87,10 @@ def train_in_memory(of, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("room", [0, 60_000, 1 << 30], ids=["ssd", "both", "host"])
-def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, dtype, room):
+@pytest.mark.parametrize("host_bytes", [0, 60_000, 1 << 30], ids=["ssd", "both", "host"])
+def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, dtype, host_bytes):
     ours, theirs, ledger = model(dtype, dropout=0.1), model(dtype, dropout=0.1), Ledger()
-    engine = streamed(ours, tmp_path, ledger, swap="all", swap_room=room)
+    engine = streamed(ours, tmp_path, ledger, swap="all", swap_room=host_bytes)
     assert train(ours, engine.finish_step, batches(4)) == train_in_memory(theirs, batches(4))
     for name, values in engine.read_weights():
         assert torch.equal(values, theirs.get_parameter(name)), name
@@ -103,8 +103,8 @@ def test_swapping_everything_changes_no_bit_and_leaves_nothing_behind(tmp_path, 
     assert {engine._swapping.computed_again(unit.key) for unit in engine.layout.units} == {0.0, 1.0}  # blocks, others
     assert engine.limit.bound_s > 0
     in_host = sum(e.reserved_bytes for e in ledger.live("host") if e.owner == "swapped_activations")
-    assert in_host <= room
-    assert (in_host > 0) == (room > 0)
+    assert in_host <= host_bytes
+    assert (in_host > 0) == (host_bytes > 0)
     engine.close(destroy=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -64,13 +64,13 @@ def moved_and_counted(folder, dtype=torch.float32, model=None, **options):
         return moved, counted, taken, folder_bytes(engine.layout, engine.options, **size)
 
 
-def assert_same(moved, counted, taken, room):
+def assert_same(moved, counted, taken, expected):
     read, written = moved
     assert counted.total_read == read
     records = counted.written_by_kind()[RECORDS]
     # numbers in the records may have fewer digits than counted
     assert written == pytest.approx(counted.total_written, abs=records / 4)
-    assert taken == pytest.approx(room, rel=0.01)
+    assert taken == pytest.approx(expected, rel=0.01)
 
 
 WAYS = {

@@ -220,7 +220,7 @@ def test_last_user_of_a_shared_path_lock_releases_it(tmp_path, locks_here):
     third.close()
 
 
-class _Held:
+class _DelayedTier:
     """A tier whose writes end only after `until`, if that is set."""
 
     until = None
@@ -237,17 +237,17 @@ class _Held:
 
 
 def test_two_folders_on_one_drive_are_used_concurrently(tmp_path, locks_here):
-    held = {}
+    delayed = {}
 
     def around(path, tier):
         if path.endswith("a"):
-            held[path] = tier = _Held(tier)
+            delayed[path] = tier = _DelayedTier(tier)
         return tier
 
     folders = [str(tmp_path / name) for name in "ab"]
     config = DirectEngineConfig(control_folder=str(tmp_path))
     with open_paths.open_paths(folders, "tests", config=config, exclusive=True, around=around) as tier:
-        held[folders[0]].until = Promise("the end of what is slow")
+        delayed[folders[0]].until = Promise("the end of what is slow")
         ended = threading.Event()
         writes = [tier.write(str(n), torch.full((4096,), n)) for n in range(4)]
         for write in writes:
@@ -255,7 +255,7 @@ def test_two_folders_on_one_drive_are_used_concurrently(tmp_path, locks_here):
         try:
             assert ended.wait(MAX_S), "the folder beside the slow one waits for it"
         finally:
-            held[folders[0]].until.set_result()
+            delayed[folders[0]].until.set_result()
         for write in writes:
             write.wait(MAX_S)
         assert {tier.path_of(str(n)) for n in range(4)} == set(folders)

@@ -63,15 +63,15 @@ def test_space_freed_on_an_unmounted_file_system_is_not_awaited(tmp_path, monkey
 def test_wait_for_space_that_stays_in_use_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(freed_space, "_MOST_S", 0.2)
     with small_file_system(tmp_path / "small", 16 << 20) as small:
-        held = (small / "file").open("wb")
-        held.write(bytes(8 << 20))
-        held.flush()
+        file = (small / "file").open("wb")
+        file.write(bytes(8 << 20))
+        file.flush()
         free = freed_space.free_bytes(small, 0)
         freed_space.unlink(small / "file")
         begin = time.monotonic()
         assert freed_space.free_bytes(small, free + (4 << 20)) == free
         assert 0.15 < time.monotonic() - begin < 5
-        held.close()
+        file.close()
         assert freed_space.free_bytes(small, free + (4 << 20)) > free
 
 

@@ -126,8 +126,8 @@ def test_unsupported_gradient_use_is_refused_and_the_step_continues(tmp_path, lo
 
     def refused(of):
         scaled = wait and look is REFUSED["a loss scaler"]
-        told = "a GradScaler cannot scale a streamed model's gradients" if scaled else r"the gradient of [\w.]+ "
-        with pytest.raises((NotStreamable, RuntimeError), match=told) as refusal:
+        message = "a GradScaler cannot scale a streamed model's gradients" if scaled else r"the gradient of [\w.]+ "
+        with pytest.raises((NotStreamable, RuntimeError), match=message) as refusal:
             look(of)
         assert "\n" not in str(refusal.value)
 

@@ -30,15 +30,15 @@ def taken(buffers, count):
     return buffers.allocate(NUMEL, count, torch.float32)
 
 
-@pytest.mark.parametrize("under_way", [1, 2, 3])
-def test_each_sub_group_in_flight_may_add_one_gradient_buffer(made, under_way):
-    buffers = made(3 * under_way)
-    groups = [taken(buffers, 4) for _ in range(under_way)]
-    assert len({buffer.data_ptr() for group in groups for buffer in group}) == 4 * under_way
+@pytest.mark.parametrize("sub_groups", [1, 2, 3])
+def test_each_sub_group_in_flight_may_add_one_gradient_buffer(made, sub_groups):
+    buffers = made(3 * sub_groups)
+    groups = [taken(buffers, 4) for _ in range(sub_groups)]
+    assert len({buffer.data_ptr() for group in groups for buffer in group}) == 4 * sub_groups
     assert taken(buffers, 4) is None
     buffers.free(groups[0])
     assert len(taken(buffers, 3)) == 3
-    assert len(buffers.all_buffers) == 4 * under_way
+    assert len(buffers.all_buffers) == 4 * sub_groups
 
 
 def test_no_buffer_is_added_while_no_gradient_needs_one(made):

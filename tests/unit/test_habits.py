@@ -91,9 +91,9 @@ def test_deviation_form_shows_an_existing_claim():
 
 def test_make_targets_named_in_contributor_documents_exist():
     files = [ROOT / "CONTRIBUTING.md", ROOT / ".github/pull_request_template.md", ROOT / ".pre-commit-config.yaml"]
-    told = {word for file in files for word in re.findall(r"\bmake ([a-z][\w-]*)", file.read_text())}
-    assert told - targets() - {"these"} == set()
-    assert {"lint", "format", "test"} <= told
+    named = {word for file in files for word in re.findall(r"\bmake ([a-z][\w-]*)", file.read_text())}
+    assert named - targets() - {"these"} == set()
+    assert {"lint", "format", "test"} <= named
 
 
 def test_list_of_modules_without_strict_typing_only_shrinks():

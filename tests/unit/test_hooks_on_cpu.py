@@ -31,7 +31,7 @@ def served(step: Step, resource: str) -> dict[str, int]:
     return found
 
 
-def beside(step: Step, phase: str, block: int) -> list[str]:
+def read_during(step: Step, phase: str, block: int) -> list[str]:
     """Return, for each matrix of the block in the order of reads, the module that is computed while it is read."""
     products = {task.after[0]: task.name for task in step.tasks if "gpu0" in task.needs}
     reads = [task for task in step.tasks if task.phase == phase and f"read model.layers.{block}." in task.name]
@@ -53,15 +53,20 @@ def test_each_phase_reads_the_bytes_of_a_real_step(system, forward, backward):
 def test_uniform_buffer_read_overlaps_module_after_the_freeing_one():
     step = step_of(work("zero_infinity"))
     small = ["block 7: down_proj", "", "block 8: k_proj", "block 8: v_proj"]
-    assert beside(step, "forward", 9) == [*small, "block 8: o_proj", "", ""]  # norm and activation have no products
+    assert read_during(step, "forward", 9) == [
+        *small,
+        "block 8: o_proj",
+        "",
+        "",
+    ]  # norm and activation have no products
     small = ["block 11: q_proj", "", "block 10: up_proj", ""]
-    assert beside(step, "backward", 9) == [*small, "", "block 10: v_proj", "block 10: k_proj"]
+    assert read_during(step, "backward", 9) == [*small, "", "block 10: v_proj", "block 10: k_proj"]
 
 
 def test_adaptive_pool_read_overlaps_same_matrix_of_previous_block():
     step = step_of(work("memascend"))
-    assert beside(step, "forward", 9) == [f"block 8: {matrix}" for matrix in MATRICES]
-    assert beside(step, "backward", 9) == [f"block 10: {matrix}, again" for matrix in MATRICES]
+    assert read_during(step, "forward", 9) == [f"block 8: {matrix}" for matrix in MATRICES]
+    assert read_during(step, "backward", 9) == [f"block 10: {matrix}, again" for matrix in MATRICES]
 
 
 @pytest.mark.parametrize(("buffers", "waits"), [(4, True), (5, False)])

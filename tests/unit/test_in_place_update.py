@@ -257,23 +257,23 @@ def test_two_versions_or_one_are_chosen_by_free_space(tmp_path, monkeypatch, cap
     assert one < two
     caplog.set_level(logging.INFO, "memascend")
 
-    def with_room(free):
+    def begin_with(free):
         caplog.clear()
         usage = shutil.disk_usage(tmp_path)._replace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         monkeypatch.setattr(freed_space, "_removed", [])  # no removed file's space is expected back
         return begin(copy.deepcopy(ours), tmp_path / "states", versions=None)
 
-    engine = with_room(two)
+    engine = begin_with(two)
     assert engine.options.versions == 2
     assert "one version" not in caplog.text
     engine.close(destroy=True)
-    engine = with_room(two - 1)
+    engine = begin_with(two - 1)
     assert engine.options.redoes
     assert re.search(r"one version of the states \(two take 0.01 GiB and 0.01 are free\)", caplog.text)
     engine.close(destroy=True)
     with pytest.raises(StorageError, match="two versions of all states do not fit"):
-        with_room(one - 1)
+        begin_with(one - 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,11 +283,11 @@ def test_waiting_gradients_need_space_in_addition_to_two_versions(tmp_path, monk
     monkeypatch.setattr(freed_space, "_MOST_S", 0.0)  # the reported free space is all there is
     ours = model()
     probe = begin(copy.deepcopy(ours), tmp_path / "probe", versions=2, **options)
-    room = in_place_update.bytes_of(probe.layout, 2, torch.float32, 3) + auxiliary_file_bytes(
+    needed = in_place_update.bytes_of(probe.layout, 2, torch.float32, 3) + auxiliary_file_bytes(
         probe.layout, probe.options
     )
     probe.close(destroy=True)
-    for free, versions in ((room, 2), (room - 1, 1)):
+    for free, versions in ((needed, 2), (needed - 1, 1)):
         usage = shutil.disk_usage(tmp_path)._replace(free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         engine = begin(copy.deepcopy(ours), tmp_path / "states", versions=None, **options)

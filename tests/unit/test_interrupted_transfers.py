@@ -69,7 +69,7 @@ def test_transfer_whose_outcome_is_lost_ends_as_cancelled(tier, monkeypatch, nam
 def test_another_waiting_thread_also_gets_the_cancellation(tier, monkeypatch):
     monkeypatch.setattr(engine_requests, "_LOST_S", 0.05)
     tier.write("a", torch.ones(5000)).wait()
-    requests, read, told = tier._all[0], tier.read("a", torch.zeros(5000)), []
+    requests, read, errors = tier._all[0], tier.read("a", torch.zeros(5000)), []
     with monkeypatch.context() as during:
         during.setattr(requests, "engine", Interrupting(requests.engine, "wait"))
         with pytest.raises(KeyboardInterrupt):
@@ -79,12 +79,12 @@ def test_another_waiting_thread_also_gets_the_cancellation(tier, monkeypatch):
         try:
             read.wait()
         except RequestCancelled as error:
-            told.append(error)
+            errors.append(error)
 
     other = threading.Thread(target=wait)
     other.start()
     other.join()
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 @pytest.mark.timeout(60)

@@ -17,15 +17,15 @@ from memascend.memory.classes import (
     ByClass,
     class_of,
 )
-from memascend.memory.latency_first import FAR, NEAR, SPLIT, Item, Room, latency_first, rooms_of
+from memascend.memory.latency_first import FAR, NEAR, SPLIT, Item, NodeCapacity, capacities_of, latency_first
 from memascend.memory.policies import interleaved, on_node, weighted
 from memascend.memory.topology import Node, Topology
 
-DRAM, CARD = Room(0, 100, near=True, bandwidth=100), Room(1, 1000, bandwidth=25)
+DRAM, CARD = NodeCapacity(0, 100, near=True, bandwidth=100), NodeCapacity(1, 1000, bandwidth=25)
 
 
-def placed(items, rooms):
-    made = latency_first([Item(name, size) for name, size in items.items()], rooms)
+def placed(items, capacities):
+    made = latency_first([Item(name, size) for name, size in items.items()], capacities)
     return {name: (allocation.kind, dict(allocation.bytes_by_node)) for name, allocation in made.items()}
 
 
@@ -47,20 +47,27 @@ def test_split_uses_only_bandwidth_share_of_near_memory():
 
 
 def test_far_memory_is_divided_by_bandwidth_and_free_space():
-    rooms = [Room(0, 0, near=True), Room(1, 1000, bandwidth=30), Room(2, 10, bandwidth=10)]
-    rooms = [Room(room.node, room.nbytes, room.near, room.bandwidth or 100) for room in rooms]
-    assert placed({ACTIVATIONS: 40}, rooms) == {ACTIVATIONS: (FAR, {1: 30, 2: 10})}
-    assert placed({ACTIVATIONS: 80}, rooms) == {ACTIVATIONS: (FAR, {1: 70, 2: 10})}
+    capacities = [NodeCapacity(0, 0, near=True), NodeCapacity(1, 1000, bandwidth=30), NodeCapacity(2, 10, bandwidth=10)]
+    capacities = [
+        NodeCapacity(capacity.node, capacity.nbytes, capacity.near, capacity.bandwidth or 100)
+        for capacity in capacities
+    ]
+    assert placed({ACTIVATIONS: 40}, capacities) == {ACTIVATIONS: (FAR, {1: 30, 2: 10})}
+    assert placed({ACTIVATIONS: 80}, capacities) == {ACTIVATIONS: (FAR, {1: 70, 2: 10})}
 
 
 def test_nodes_share_equally_if_a_bandwidth_is_unknown():
-    rooms = [Room(0, 0, near=True), Room(1, 100, bandwidth=None), Room(2, 100, bandwidth=5)]
-    assert placed({WEIGHTS: 60}, rooms) == {WEIGHTS: (FAR, {1: 30, 2: 30})}
+    capacities = [
+        NodeCapacity(0, 0, near=True),
+        NodeCapacity(1, 100, bandwidth=None),
+        NodeCapacity(2, 100, bandwidth=5),
+    ]
+    assert placed({WEIGHTS: 60}, capacities) == {WEIGHTS: (FAR, {1: 30, 2: 30})}
 
 
 def test_tensors_that_do_not_fit_are_refused_with_both_sums():
     with pytest.raises(MemoryError, match=r"3\.00 GiB of tensors, and nodes 0, 1 have 2\.00 GiB for them"):
-        latency_first([Item(MASTERS, 3 << 30)], [Room(0, 1 << 30, near=True), Room(1, 1 << 30)])
+        latency_first([Item(MASTERS, 3 << 30)], [NodeCapacity(0, 1 << 30, near=True), NodeCapacity(1, 1 << 30)])
 
 
 @given(
@@ -68,19 +75,21 @@ def test_tensors_that_do_not_fit_are_refused_with_both_sums():
     st.lists(st.tuples(st.integers(0, 1 << 45), st.booleans(), st.sampled_from([None, 1.0, 27.0, 204.8])), max_size=5),
 )
 def test_no_node_is_overfilled_and_no_byte_is_lost(sizes, described):
-    rooms = [Room(node, nbytes, near, bandwidth) for node, (nbytes, near, bandwidth) in enumerate(described)]
+    capacities = [
+        NodeCapacity(node, nbytes, near, bandwidth) for node, (nbytes, near, bandwidth) in enumerate(described)
+    ]
     items = [Item(name, size) for name, size in sizes.items()]
-    if sum(sizes.values()) > sum(room.nbytes for room in rooms):
+    if sum(sizes.values()) > sum(capacity.nbytes for capacity in capacities):
         with pytest.raises(MemoryError):
-            latency_first(items, rooms)
+            latency_first(items, capacities)
         return
-    made = latency_first(items, rooms)
+    made = latency_first(items, capacities)
     for name, size in sizes.items():
         assert sum(made[name].bytes_by_node.values()) == size
-    for room in rooms:
-        assert sum(allocation.bytes_by_node.get(room.node, 0) for allocation in made.values()) <= room.nbytes
+    for capacity in capacities:
+        assert sum(allocation.bytes_by_node.get(capacity.node, 0) for allocation in made.values()) <= capacity.nbytes
     # No class with a higher tolerance is near while one with a lower tolerance is entirely far.
-    near = {room.node for room in rooms if room.near}
+    near = {capacity.node for capacity in capacities if capacity.near}
     for name, allocation in made.items():
         if allocation.kind == FAR:
             later = [other for other in made.values() if LEVELS[other.item.name] > LEVELS[name]]
@@ -88,7 +97,7 @@ def test_no_node_is_overfilled_and_no_byte_is_lost(sizes, described):
 
 
 def test_allocation_becomes_a_placement_policy():
-    made = latency_first([Item(MASTERS, 100), Item(ARRIVING, 80)], [DRAM, CARD, Room(2, 1000, bandwidth=75)])
+    made = latency_first([Item(MASTERS, 100), Item(ARRIVING, 80)], [DRAM, CARD, NodeCapacity(2, 1000, bandwidth=75)])
     assert made[MASTERS].placement() == on_node(0)
     assert made[ARRIVING].placement() == weighted({1: 20, 2: 60})
 
@@ -99,10 +108,10 @@ def test_space_per_node_is_available_memory_up_to_limits():
         Node(number=1, total_bytes=50, available_bytes=50, distances={1: 10}),
         Node(number=2, cpus="4", distances={2: 10}),
     )
-    assert rooms_of(topology, {0: 60}) == [Room(0, 60, True, 4.0), Room(1, 50)]
-    assert rooms_of(topology, {0: 600})[0].nbytes == 80
+    assert capacities_of(topology, {0: 60}) == [NodeCapacity(0, 60, True, 4.0), NodeCapacity(1, 50)]
+    assert capacities_of(topology, {0: 600})[0].nbytes == 80
     with pytest.raises(ValueError, match="no node 7 to limit; there are 0, 1, 2"):
-        rooms_of(topology, {7: 1})
+        capacities_of(topology, {7: 1})
 
 
 def test_buffer_class_and_its_policy_are_found_by_owner():

@@ -43,9 +43,9 @@ def test_recomputed_flops_fall_to_zero_and_are_convex():
 
 
 @pytest.mark.parametrize(("batch", "wanted"), [(24, 1), (36, 3), (48, 3), (60, 3)])
-@pytest.mark.parametrize("room_gib", [0, 400])
-def test_cases_of_figure_9b_hold_for_any_memory_size(batch, wanted, room_gib):
-    rates = Rates(gpu=145.8e12, link=21e9, read=21.8e9, write=18.4e9, room=room_gib * GIB)
+@pytest.mark.parametrize("host_gib", [0, 400])
+def test_cases_of_figure_9b_hold_for_any_memory_size(batch, wanted, host_gib):
+    rates = Rates(gpu=145.8e12, link=21e9, read=21.8e9, write=18.4e9, host_bytes=host_gib * GIB)
     assert case(net(batch), rates) == wanted
 
 
@@ -61,8 +61,8 @@ def test_algorithm_1_finds_the_prefix_with_the_shortest_iteration():
 def test_the_share_on_ssds_is_never_negative():
     """Erratum L16: as printed, spare memory would shorten the forward pass."""
     assert on_ssd(10.0, 50.0) == 0.0
-    n, roomy = net(), Rates(gpu=1e30, link=1e30, read=21.8e9, write=18.4e9, room=400 * GIB)
-    assert forward_terms(n, roomy, n.between_blocks)["SSD"] == 2 * n.parameters / 21.8e9
+    n, ample = net(), Rates(gpu=1e30, link=1e30, read=21.8e9, write=18.4e9, host_bytes=400 * GIB)
+    assert forward_terms(n, ample, n.between_blocks)["SSD"] == 2 * n.parameters / 21.8e9
 
 
 def test_optimizer_moves_14_bytes_per_parameter_each_way_in_backward():

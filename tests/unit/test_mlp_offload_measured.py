@@ -225,7 +225,7 @@ def test_prediction_uses_this_machines_rates_or_reports_their_absence(monkeypatc
 MEGA = 1e6
 
 
-def of_share(held, slower=(1.0, 1.0, 1.0), idle_s=0.0):
+def of_share(share, slower=(1.0, 1.0, 1.0), idle_s=0.0):
     """Return a record of a twin on paths that reads and writes share.
 
     DeepSpeed's drive is busy for 16 of its 16 s and `idle_s`.
@@ -237,7 +237,7 @@ def of_share(held, slower=(1.0, 1.0, 1.0), idle_s=0.0):
         of_drive = {"bytes_read": [8 * 69 * MEGA] * 3, "bytes_written": [8 * 53 * MEGA] * 3}
         point |= {"forward_s": [idle_s] * 3, "backward_s": [0.0] * 3, "optimizer_s": seconds} | of_drive
         if point["arm"] == "mlp_offload":
-            point["bytes_written"] = [12 * parameters * (1 - held)] * 3
+            point["bytes_written"] = [12 * parameters * (1 - share)] * 3
     return made
 
 
@@ -247,19 +247,19 @@ def of_originals(*records):
 
 
 def test_twin_represents_models_with_its_share_in_host_memory():
-    held = {(each.model, each.ending): each.held for each in rows.originals()}
-    found = of_originals(of_share(held["40B", ""]))
+    shares = {(each.model, each.ending): each.resident_share for each in rows.originals()}
+    found = of_originals(of_share(shares["40B", ""]))
     assert found["mlpoffload-fig15", "MLP-Offload / ZeRO-3", "40B"] == "2"
     assert ("mlpoffload-fig15", "MLP-Offload / ZeRO-3, paper alone", "40B") not in found
     assert {model for *_, model in found} == {
-        m for (m, _), share in held.items() if abs(held["40B", ""] / share - 1) < 0.1
+        m for (m, _), share in shares.items() if abs(shares["40B", ""] / share - 1) < 0.1
     }
     assert of_originals(of_share(0.6)) == of_originals(record(duplex=True)) == {}
 
 
 def test_twin_with_the_closer_share_represents_a_model():
-    held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
-    close, far = of_share(held), of_share(1.05 * held, slower=(2.0, 2.0, 2.0))
+    share = next(each.resident_share for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
+    close, far = of_share(share), of_share(1.05 * share, slower=(2.0, 2.0, 2.0))
     for records in ((close, far), (far, close)):
         assert of_originals(*records)["mlpoffload-fig07", "MLP-Offload / ZeRO-3, paper alone", "40B"] == "2"
 
@@ -272,6 +272,6 @@ def test_twin_with_the_closer_share_represents_a_model():
     ],
 )
 def test_twin_of_other_proportions_or_busy_machine_has_no_number(twin, why):
-    held = next(each.held for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
-    found = of_originals(of_share(held, **twin))
+    share = next(each.resident_share for each in rows.originals() if (each.model, each.ending) == ("40B", rows.ALONE))
+    found = of_originals(of_share(share, **twin))
     assert found["mlpoffload-fig07", "MLP-Offload / ZeRO-3, paper alone", "40B"] == why

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hardware.registry import load_testbed
-from memascend.baselines.mlp_offload.schedule import rooms
+from memascend.baselines.mlp_offload.schedule import slots
 from memascend.planner import Workload, model_spec
 from memascend.planner.machine import machine_from_testbed
 from memascend.planner.step import Step, step_of
@@ -33,7 +33,7 @@ def phases(arm):
 def kept(arm):
     """Return the share of the parameters whose states are in host memory when the update begins."""
     sizes = [sum(group) for group in work(arm).sub_groups()]
-    return sum(sizes[: rooms(Step(work(arm)))]) / sum(sizes)
+    return sum(sizes[: slots(Step(work(arm)))]) / sum(sizes)
 
 
 def test_deepspeed_update_reads_16_and_writes_12_bytes_per_parameter():
@@ -110,8 +110,8 @@ def test_more_cached_sub_groups_mean_fewer_streamed_bytes():
         return step_of(replace(work("mlp_offload"), sizes=sizes), MACHINE).volume().total_bytes
 
     sizes = [sum(group) for group in work("mlp_offload").sub_groups()]
-    read = [sum(sizes) - sum(sizes[:held]) for held in (10, 3)]
-    written = [sum(sizes) - sum(sizes[-held:]) for held in (10, 3)]
+    read = [sum(sizes) - sum(sizes[:cached]) for cached in (10, 3)]
+    written = [sum(sizes) - sum(sizes[-cached:]) for cached in (10, 3)]
     assert streamed(31) / streamed(10) == pytest.approx((read[0] + written[0]) / (read[1] + written[1]), rel=1e-6)
 
 
@@ -120,8 +120,8 @@ def test_second_duplex_path_needs_five_cached_sub_groups():
     described = [{**path, "duplex": True} for path in MACHINE.described["paths"]]
     machine = replace(MACHINE, described={"paths": described})
 
-    def seconds(arm, held):
-        mine = replace(work(arm), ranks=1, sizes=SwapSizes(optimizer_buffers=3 * held))
+    def seconds(arm, cached):
+        mine = replace(work(arm), ranks=1, sizes=SwapSizes(optimizer_buffers=3 * cached))
         return step_time(mine, machine).seconds
 
     alone, three, five = seconds("exclusive", 3), seconds("mlp_offload", 3), seconds("mlp_offload", 5)

@@ -53,12 +53,12 @@ def test_groups_leave_a_slowed_path_within_three_passes(paths, monkeypatch, shar
     """Twelve groups on two equal paths of a known rate, one of which then becomes slow."""
     monkeypatch.setattr("memascend.storage.path_probing.measure", lambda tier: None)
     monkeypatch.setattr("memascend.storage.storage_path._LEAST_OBSERVED_S", 0.0)
-    two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, told=1e6)
+    two = paths(rates={"a": Rates(1e6, 1e6), "b": Rates(1e6, 1e6)}, fixed_rate=1e6)
     for step in range(2):
         two.write(12, step)
         two.check(12, step)
     assert two.places(12).count("a") == 6
-    two.told["a"].rate *= share
+    two.fixed_rate["a"].rate *= share
     for step in (2, 3, 4):
         two.write(12, step)
         two.check(12, step)

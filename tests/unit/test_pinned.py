@@ -492,11 +492,11 @@ def test_autograd_graph_keeps_the_buffer_until_backward_frees_it():
 @given(st.lists(st.integers(1, 50_000), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_blocks_never_overlap(sizes, random):
     allocator = PageAlignedPinnedAllocator(lock=False)
-    held = [allocate(allocator, size, torch.uint8) for size in sizes]
-    for value, tensor in enumerate(held):
+    tensors = [allocate(allocator, size, torch.uint8) for size in sizes]
+    for value, tensor in enumerate(tensors):
         tensor.fill_(value)
-    order = list(range(len(held)))
+    order = list(range(len(tensors)))
     random.shuffle(order)
     for index in order:
-        assert bool((held[index] == index).all())
-        held[index] = None
+        assert bool((tensors[index] == index).all())
+        tensors[index] = None

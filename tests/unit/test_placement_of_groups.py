@@ -47,8 +47,8 @@ def test_every_part_of_a_pass_uses_all_paths(placement):
 def test_groups_of_unequal_sizes_are_balanced_by_bytes():
     sizes = {"embedding": 600} | {str(n): 100 for n in range(6)}
     places = arrange(sizes, "balanced", [Rates(1, 1), Rates(1, 1)])
-    held = [sum(sizes[g] for g, p in places.items() if p == path) for path in (0, 1)]
-    assert held == [600, 600]
+    load = [sum(sizes[g] for g, p in places.items() if p == path) for path in (0, 1)]
+    assert load == [600, 600]
 
 
 def test_invalid_placements_and_rates_are_refused():

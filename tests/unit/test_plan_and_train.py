@@ -240,11 +240,11 @@ def test_int8_states_take_four_bytes_per_parameter_and_version(capsys, versions,
 
 def test_disk_too_small_for_two_versions_is_planned_with_one(capsys):
     words = ("--system", "lohan", "--clip", "0", "--ssd-space")
-    roomy, tight, asked = (
+    ample, tight, asked = (
         planned(capsys, *words, space, *more)
         for space, more in (("400", ()), ("150", ()), ("400", ("--state-versions", "one")))
     )
-    assert tight["io_bytes"] == asked["io_bytes"] != roomy["io_bytes"]
+    assert tight["io_bytes"] == asked["io_bytes"] != ample["io_bytes"]
 
 
 @pytest.mark.parametrize("limit", ["ram", "ssd-space"])

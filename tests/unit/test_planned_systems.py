@@ -27,9 +27,9 @@ def test_colossal_ai_keeps_weights_in_memory_and_streams_moments():
 
 def test_flashneuron_keeps_states_and_two_activation_blocks_on_the_gpu():
     work = Workload(spec=SPEC, system="flashneuron", dtype="bf16", stack=Stack(checkpointing="ssd"))
-    held = gpu_memory(work).components()
-    assert held["model states"] == 16 * SPEC.parameters
-    assert "activations of 2 blocks" in held
+    parts = gpu_memory(work).components()
+    assert parts["model states"] == 16 * SPEC.parameters
+    assert "activations of 2 blocks" in parts
 
 
 def test_systems_that_cannot_train_are_not_suggested():

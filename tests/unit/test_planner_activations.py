@@ -8,7 +8,7 @@ import pytest
 
 from memascend.cli import main
 from memascend.planner import Workload, model_spec
-from memascend.planner.activations import Mixes, activation_room, choose
+from memascend.planner.activations import Mixes, bytes_for_activations, choose
 from memascend.planner.limits import Limits
 from memascend.planner.machine import Calibrations, MachineSpec
 from memascend.planner.options import Stack
@@ -33,13 +33,13 @@ ALL = [MIXES.simulate(o, r) for r in range(7) for o in range(7 - r)]
 
 @pytest.mark.parametrize("limit", [0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0])
 def test_chosen_mix_is_the_fastest_that_fits(limit):
-    room = limit * MIXES.simulate(0, 0).peak_bytes
-    fitting = [mix for mix in ALL if mix.peak_bytes <= room]
-    found = choose(WORK, MACHINE, room, IDEAL).fastest
+    limit_bytes = limit * MIXES.simulate(0, 0).peak_bytes
+    fitting = [mix for mix in ALL if mix.peak_bytes <= limit_bytes]
+    found = choose(WORK, MACHINE, limit_bytes, IDEAL).fastest
     if not fitting:
         assert found is None
         return
-    assert found.peak_bytes <= room
+    assert found.peak_bytes <= limit_bytes
     assert found.seconds == pytest.approx(min(mix.seconds for mix in fitting), rel=1e-9)
 
 
@@ -61,9 +61,9 @@ def test_fast_drive_is_preferred_to_recomputation_and_slow_is_not():
 
 def test_activation_memory_is_what_weights_states_and_kernels_leave():
     made = full_plan(WORK, Limits(gpu_bytes=40 * 2**30), MACHINE)
-    assert made.choice.room_bytes == activation_room(WORK, 40 * 2**30)
-    held = 40 * 2**30 - made.choice.room_bytes
-    assert held == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
+    assert made.choice.room_bytes == bytes_for_activations(WORK, 40 * 2**30)
+    other_bytes = 40 * 2**30 - made.choice.room_bytes
+    assert other_bytes == pytest.approx(16 * SPEC.parameters + 1_300_000_000)
     assert full_plan(WORK, Limits(), MACHINE).choice is None  # the amount of memory is not given
     other = dataclasses.replace(WORK, system="in_memory")
     assert full_plan(other, Limits(gpu_bytes=40 * 2**30), MACHINE).choice is None

@@ -74,9 +74,9 @@ def test_assumptions_about_the_drives_change_their_lifetime_as_stated():
 
 def test_gather_longer_than_a_block_lowers_the_bandwidth():
     model = TABLE_III[8192, 4]
-    free, held = (projection(model, 1, Rates(flops_per_s=1e15), Parallelism(gathers=g)) for g in (False, True))
-    assert held.write_bytes_per_s < free.write_bytes_per_s
-    assert held.activation_bytes == free.activation_bytes
+    free, limited = (projection(model, 1, Rates(flops_per_s=1e15), Parallelism(gathers=g)) for g in (False, True))
+    assert limited.write_bytes_per_s < free.write_bytes_per_s
+    assert limited.activation_bytes == free.activation_bytes
 
 
 def test_largest_micro_batch_fits_and_the_next_does_not():

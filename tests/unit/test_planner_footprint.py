@@ -217,8 +217,8 @@ def test_bounded_rounding_leaves_only_pool_and_chain_to_save():
     assert made.host_bytes - small == pytest.approx(buffers + 5 * parameters, abs=200 * 4096)
     published, ours = (plan(spec, system, process_overhead=False) for system in ("zero_infinity", "memascend"))
     gone = published.host_bytes - made.host_bytes
-    by_hand = 10 * (2**31 - 2 * embedding) + 5 * (2**32 - 4 * embedding) + (2**35 - 4 * parameters)
-    assert gone == pytest.approx(by_hand, abs=200 * 4096)
+    expected = 10 * (2**31 - 2 * embedding) + 5 * (2**32 - 4 * embedding) + (2**35 - 4 * parameters)
+    assert gone == pytest.approx(expected, abs=200 * 4096)
     pool = made.requested_bytes("parameter_pool") - ours.requested_bytes("parameter_pool")
     assert made.host_bytes - ours.host_bytes == pytest.approx(pool + 5 * parameters, abs=200 * 4096)
 

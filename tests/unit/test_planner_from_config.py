@@ -8,7 +8,7 @@ import pytest
 from memascend.cli import main
 from memascend.planner import Workload, model_spec, plan
 from memascend.planner.derived_sizes import sub_group_size
-from memascend.planner.from_config import SECTION_KEYS, Told, workload_of
+from memascend.planner.from_config import SECTION_KEYS, CommandLine, workload_of
 from memascend.planner.options import Stack
 
 SPEC = model_spec("qwen2.5-7b")
@@ -77,7 +77,7 @@ def test_auto_values_are_derived_or_taken_from_options():
     config = configured(
         zero_optimization__sub_group_size="auto", train_micro_batch_size_per_gpu="auto", bf16={"enabled": "auto"}
     )
-    work = workload_of(config, SPEC, told=Told(dtype="fp16", batch=5))
+    work = workload_of(config, SPEC, command_line=CommandLine(dtype="fp16", batch=5))
     assert (work.dtype, work.gradients, work.batch) == ("fp16", "fp16", 5)
     assert work.sub_group_size == workload_of(configured(), SPEC).sub_group_size
 

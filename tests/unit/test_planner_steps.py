@@ -187,13 +187,13 @@ def test_step_takes_its_roofline_plus_filling_and_draining(system):
 def test_pool_of_one_block_makes_reading_and_computing_alternate():
     """The pool determines the overlap: with space for one piece the GPU waits for every read."""
     made = work(model_spec("qwen2.5-7b"), batch=16, context=2048)
-    roomy, tight = steps.step_of(made, ROUND), steps.step_of(made, ROUND)
+    ample, tight = steps.step_of(made, ROUND), steps.step_of(made, ROUND)
     largest = max(piece.weight_bytes for piece in tight.pieces[1:-1])
     tight.pools["parameter pool"] = largest
-    free, held = (simulate(step.tasks, resources_for(step)) for step in (roomy, tight))
-    assert held.peak("parameter pool") <= largest < free.peak("parameter pool")
-    work_s = held.served_s["forward"]
-    assert held.phases()["forward"][1] > 0.95 * (work_s["ssd"] + work_s["gpu0"]) > free.phases()["forward"][1]
+    free, limited = (simulate(step.tasks, resources_for(step)) for step in (ample, tight))
+    assert limited.peak("parameter pool") <= largest < free.peak("parameter pool")
+    work_s = limited.served_s["forward"]
+    assert limited.phases()["forward"][1] > 0.95 * (work_s["ssd"] + work_s["gpu0"]) > free.phases()["forward"][1]
 
 
 def test_bottleneck_moves_from_ssd_to_gpu_with_the_batch():

@@ -238,7 +238,7 @@ class PoolMachine(RuleBasedStateMachine):
     def build(self, sizes):
         self.pool = adaptive(*sizes.items())
         self.free = dict(sizes)
-        self.held = {}
+        self.leased = {}
         self.total = sum(sizes.values())
 
     @staticmethod
@@ -253,7 +253,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(key=st.integers(0, 9), numel=st.sampled_from([1, 5, 257, 300, 301, 1500, 2000, 5000]), borrow=st.booleans())
     def lease(self, key, numel, borrow):
-        if key in self.held or self.home(numel) is None:
+        if key in self.leased or self.home(numel) is None:
             with pytest.raises(ValueError, match="buffer pool"):
                 self.pool.lease(key, numel, borrow=borrow)
             return
@@ -272,15 +272,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert numel not in self.free or size == numel or borrow
         self.free[size] -= 1
         lease.tensor.fill_(key)
-        self.held[key] = (size, lease)
+        self.leased[key] = (size, lease)
 
     @rule(key=st.integers(0, 9), by_lease=st.booleans())
     def release(self, key, by_lease):
-        if key not in self.held:
+        if key not in self.leased:
             with pytest.raises(ValueError, match="holds no buffer"):
                 self.pool.release(key)
             return
-        size, lease = self.held.pop(key)
+        size, lease = self.leased.pop(key)
         assert bool((lease.tensor == key).all())  # no other lessee wrote into it
         self.pool.release(lease if by_lease else key)
         self.free[size] += 1
@@ -289,9 +289,9 @@ class PoolMachine(RuleBasedStateMachine):
     def counts_agree(self):
         if not hasattr(self, "pool"):
             return
-        assert self.pool.free_count() == sum(self.free.values()) == self.total - len(self.held)
-        assert set(self.pool.holders()) == set(self.held)
-        ranges = sorted(byte_range(lease.slot_tensor) for _, lease in self.held.values())
+        assert self.pool.free_count() == sum(self.free.values()) == self.total - len(self.leased)
+        assert set(self.pool.holders()) == set(self.leased)
+        ranges = sorted(byte_range(lease.slot_tensor) for _, lease in self.leased.values())
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(ranges))
 
 
@@ -436,13 +436,13 @@ class QueueMachine(RuleBasedStateMachine):
         self.pool = adaptive(*sizes.items())
         self.waiters = Waiters(self.pool)
         self.free = dict(sizes)
-        self.held = {}
+        self.leased = {}
         self.queue = []  # (key, sizes that are large enough, future)
 
     @rule(key=st.integers(0, 9), numel=st.sampled_from([5, 300, 2000]), borrow=st.booleans(), wait=st.booleans())
     def request(self, key, numel, borrow, wait):
         fitting = sorted(size for size in self.free if size >= numel)[: None if borrow else 1]
-        if key in self.held or key in [waiting[0] for waiting in self.queue] or not fitting:
+        if key in self.leased or key in [waiting[0] for waiting in self.queue] or not fitting:
             return
         chosen = next((size for size in fitting if self.free[size]), None)
         if chosen is not None:
@@ -455,20 +455,20 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(PoolTimeoutError) as caught:
                 self.pool.acquire(key, numel, timeout_s=0, borrow=borrow)
             holders = {lease.key for lease in caught.value.holders}
-            assert holders == {k for k, (size, _) in self.held.items() if size in fitting}
+            assert holders == {k for k, (size, _) in self.leased.items() if size in fitting}
 
     def grant(self, key, size, lease):
         assert int(lease.class_name[1:]) == size
         self.free[size] -= 1
         lease.tensor.fill_(key)
-        self.held[key] = (size, lease)
+        self.leased[key] = (size, lease)
 
     @rule(data=st.data())
     def release(self, data):
-        if not self.held:
+        if not self.leased:
             return
-        key = data.draw(st.sampled_from(sorted(self.held)))
-        size, lease = self.held.pop(key)
+        key = data.draw(st.sampled_from(sorted(self.leased)))
+        size, lease = self.leased.pop(key)
         assert bool((lease.tensor == key).all())
         self.free[size] += 1
         self.pool.release(key)
@@ -482,12 +482,12 @@ class QueueMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         assert self.pool.waiting() == [key for key, _, _ in self.queue]
-        assert set(self.pool.holders()) == set(self.held)
+        assert set(self.pool.holders()) == set(self.leased)
         assert self.pool.free_count() == sum(self.free.values())
         assert not any(future.done() for _, _, future in self.queue)
 
     def teardown(self):
-        for key in list(getattr(self, "held", {})):
+        for key in list(getattr(self, "leased", {})):
             self.pool.release(key)
         while getattr(self, "queue", None):
             for waiting in [each for each in self.queue if each[0] in self.pool.holders()]:
@@ -504,26 +504,26 @@ TestWaitingPoolAgainstModel.settings = settings(max_examples=10, stateful_step_c
 
 def test_waiting_threads_all_get_their_turn():
     pool = adaptive((64, 2), (640, 1), dtype=torch.int32)
-    torn = []
+    overwritten = []
 
     def work(mark):
         for step in range(200):
             lease = pool.acquire((mark, step), 64 if step % 3 else 640, timeout_s=60, borrow=step % 5 == 0)
             lease.tensor.fill_(mark)
             if not bool((lease.tensor == mark).all()):
-                torn.append((mark, step))
+                overwritten.append((mark, step))
             pool.release(lease)
 
     with ThreadPoolExecutor(6) as threads:
         for future in [threads.submit(work, mark) for mark in range(6)]:
             future.result()
-    assert torn == []
+    assert overwritten == []
     assert (pool.free_count(), pool.holders(), pool.waiting()) == (3, {}, [])
 
 
 def test_threads_never_share_a_slot():
     pool = adaptive((64, 3), (640, 2), dtype=torch.int32)
-    torn = []
+    overwritten = []
 
     def work(mark):
         for step in range(300):
@@ -533,7 +533,7 @@ def test_threads_never_share_a_slot():
                 continue
             lease.tensor.fill_(mark)
             if not bool((lease.tensor == mark).all()):
-                torn.append((mark, step))
+                overwritten.append((mark, step))
             pool.release(lease)
 
     threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
@@ -541,7 +541,7 @@ def test_threads_never_share_a_slot():
         thread.start()
     for thread in threads:
         thread.join()
-    assert torn == []
+    assert overwritten == []
     assert pool.free_count() == 5
     assert pool.holders() == {}
 

@@ -22,9 +22,9 @@ MEMORY = {"method": "memory", "context": 64, "forward_s": [0.2, 0.1, 0.3], "back
 
 
 def test_requests_are_served_by_priority_then_in_order():
-    server, order, under_way, come = RateLimiter(1e6), [], threading.Event(), threading.Event()
-    begun = [server.serve(1000, lambda: (under_way.set(), come.wait()))]
-    under_way.wait(10)  # until the others have arrived
+    server, order, started, come = RateLimiter(1e6), [], threading.Event(), threading.Event()
+    begun = [server.serve(1000, lambda: (started.set(), come.wait()))]
+    started.wait(10)  # until the others have arrived
     for name, priority in (("first", 0), ("second", 0), ("urgent", 5)):
         promise = server.serve(1000, priority=priority)
         promise.add_done_callback(lambda _, name=name: order.append(name))
@@ -39,27 +39,27 @@ def test_requests_are_served_by_priority_then_in_order():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_late_share_counts_bytes_when_the_drive_finishes_first(tmp_path, late):
-    class ByHand(Limiter):
+    class Manual(Limiter):
         served = Promise("a turn")
 
         def serve(self, nbytes, ended, *, write, priority):
             return self.served
 
-    path, drive = DirectTier.in_file(tmp_path, "x"), ByHand()
+    path, drive = DirectTier.in_file(tmp_path, "x"), Manual()
     moving = Promise("a write")
     path.write = lambda *_, **__: moving
     tier = RateLimitedTier(path, drive)
     written = tier.write("a", torch.empty(1024))
-    held = threading.Event()
+    go_on = threading.Event()
     first, second = (drive.served, moving) if late else (moving, drive.served)
     busy = Promise("another's callback")
-    busy.add_done_callback(lambda _: held.wait(10))
+    busy.add_done_callback(lambda _: go_on.wait(10))
     busy.set_result()  # callbacks run when both have ended
     assert not written.done()
     first.set_result()
     assert not written.done()
     second.set_result()
-    held.set()
+    go_on.set()
     written.wait(10)
     tier.close()
     assert drive.late_share == late

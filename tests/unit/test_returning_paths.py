@@ -113,7 +113,7 @@ def test_hung_path_gets_nothing_while_an_old_request_is_pending(paths):
     stock = way.tier.write
 
     def write(key, *args, **options):
-        begun.append((key, any(each.over for each in way.under_way)))
+        begun.append((key, any(each.over for each in way.in_flight)))
         return stock(key, *args, **options)
 
     way.tier.write = write

@@ -193,9 +193,9 @@ def test_save_between_backward_and_step_is_refused_and_leaves_nothing(tmp_path):
 def test_leaving_the_context_waits_for_a_running_save(tmp_path, monkeypatch):
     go_on, following = threading.Event(), Snapshot.next
 
-    def patient(self, under_way=None):
+    def patient(self, in_progress=None):
         go_on.wait(60)
-        return following(self, under_way)
+        return following(self, in_progress)
 
     monkeypatch.setattr(Snapshot, "next", patient)
     session, _ = begin(model(), tmp_path / "run")

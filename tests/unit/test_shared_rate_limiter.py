@@ -94,14 +94,14 @@ def test_drives_on_one_file_system_get_separate_stable_lock_names(tmp_path, monk
 
 class _AtOnce:
     def __init__(self):
-        self.under_way = 0
+        self.in_flight = 0
 
     def async_pread(self, buffer, file, offset=0):
-        self.under_way += 1
+        self.in_flight += 1
         return 0
 
     def wait(self):
-        ended, self.under_way = self.under_way, 0
+        ended, self.in_flight = self.in_flight, 0
         return ended
 
     def get_block_size(self):

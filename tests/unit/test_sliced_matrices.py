@@ -138,10 +138,10 @@ def test_the_host_peak_does_not_grow_with_the_vocabulary(tmp_path):
         gc.collect()
         assert ledger.in_use() == {}
     assert max(peaks) - min(peaks) <= PIECE * 4
-    held = streamed(model(vocabulary=8000), tmp_path, ledger, clip=1.0, piece_elements=1 << 20)
-    assert not held.units.matrices
+    unsliced = streamed(model(vocabulary=8000), tmp_path, ledger, clip=1.0, piece_elements=1 << 20)
+    assert not unsliced.units.matrices
     assert ledger.peak_bytes("host", "reserved_bytes") > max(peaks) + 2 * 8000 * HIDDEN * 4
-    held.close()
+    unsliced.close()
 
 
 def test_norm_and_clipping_cover_gradients_of_all_accumulated_passes(tmp_path):

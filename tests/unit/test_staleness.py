@@ -155,7 +155,7 @@ def test_modules_that_import_by_computed_name_are_listed() -> None:
     in_strings = {"memascend.training.backends", "memascend.bench.adamw", "memascend.bench.overflow"}
     not_measuring = {f"workflows.derive.{name}" for name in ("server", "table")}
     found = set()
-    for path in (path for room in (*OURS, "baselines") for path in ROOT.glob(f"{room}/**/*.py")):
+    for path in (path for folder in (*OURS, "baselines") for path in ROOT.glob(f"{folder}/**/*.py")):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         loads = [call for call in calls if ast.unparse(call.func).endswith(("import_module", "entry_points"))]
         if any(not (call.args and isinstance(call.args[0], ast.Constant)) for call in loads):

@@ -69,7 +69,7 @@ def test_folder_open_in_this_process_is_refused_immediately(tmp_path):
     begin(model(), tmp_path / "run", resume=True)[0].remove()
 
 
-def held():
+def open_resources():
     """Return how many descriptors and threads of sessions this process has."""
     gc.collect()
     names = (os.readlink(entry) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry))
@@ -119,14 +119,14 @@ def test_dropped_session_releases_its_resources_and_can_be_resumed(tmp_path, opt
                 ours(data[2]).backward()
         return session.steps
 
-    before = held()
+    before = open_resources()
     assert cell(resume=False) == 1
     if at == "in a backward that failed":  # autograd itself keeps what it has not reached, until its next pass
         torch.ones((), requires_grad=True).backward()
     deadline = time.monotonic() + 20
-    while held() > before and time.monotonic() < deadline:
+    while open_resources() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # nothing is freed while an update is running, and threads end a moment later
-    assert held() <= before
+    assert open_resources() <= before
     gc.disable()
     try:
         assert cell(resume=True) == 2

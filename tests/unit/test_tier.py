@@ -643,14 +643,14 @@ def test_failed_growth_is_retried_smaller_only_if_space_is_missing(error, attemp
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropped_tier_ends_once_its_requests_have_finished(kind, tmp_path, faults):
     """Requests in flight end, their callbacks run, and descriptors are closed, without a reference to the tier."""
-    before, told = len(os.listdir("/proc/self/fd")), threading.Event()
+    before, ended = len(os.listdir("/proc/self/fd")), threading.Event()
     faults.add("write", delay_us=300_000, times=1)
     made = KINDS[kind](tmp_path, faults)
     written = made.write("a", tensor(1.0))
-    written.then(lambda _: told.set())
+    written.then(lambda _: ended.set())
     del made, written
     gc.collect()
-    assert told.wait(MAX_S)
+    assert ended.wait(MAX_S)
     deadline = time.monotonic() + MAX_S
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         gc.collect()

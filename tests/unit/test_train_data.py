@@ -119,12 +119,12 @@ def test_packing_drops_only_the_tail_and_separates_evaluation_documents(tmp_path
         tmp_path, texts, lambda batch: [[*map(ord, text), 0] for text in batch], seed=1, eval_share=0.2
     )
     train = np.fromfile(tmp_path / "train.tokens", dtype="<u4")
-    held = np.fromfile(tmp_path / "eval.tokens", dtype="<u4")
+    evaluation = np.fromfile(tmp_path / "eval.tokens", dtype="<u4")
     assert counts["train_tokens"] == len(train)
     assert counts["train_documents"] + counts["eval_documents"] == 200
     assert 15 < counts["eval_documents"] < 70
-    assert len(train) + len(held) == sum(len(text) + 1 for text in texts)
-    assert set(train) & set(held) == {0}
+    assert len(train) + len(evaluation) == sum(len(text) + 1 for text in texts)
+    assert set(train) & set(evaluation) == {0}
     sequences = data.Sequences(tmp_path / "train.tokens", 64)
     assert len(sequences) == len(train) // 64
     rows = sequences.rows(range(len(sequences)))

@@ -11,7 +11,7 @@ import torch
 
 from memascend.cli import main
 from memascend.storage import scratch
-from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, room_for
+from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, space_for
 from memascend.storage.errors import StorageError
 from memascend.storage.names import SCRATCH_PREFIX
 from memascend.storage.scratch import collect_scratch_files
@@ -31,10 +31,10 @@ def create(folder, size, **options):
 
 def test_file_store_is_sized_exactly_overwritten_in_place_and_removed(tmp_path):
     sizes = [1, 5000, 1 << 20, 4096, 0, 300_001]
-    with create(tmp_path, room_for(sizes)) as engine:
-        assert engine.space().data_bytes == room_for(sizes)
+    with create(tmp_path, space_for(sizes)) as engine:
+        assert engine.space().data_bytes == space_for(sizes)
         (path,) = engine.paths
-        assert os.stat(path).st_blocks * 512 >= room_for(sizes)
+        assert os.stat(path).st_blocks * 512 >= space_for(sizes)
         for round_ in range(3):
             tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
             for number, tensor in enumerate(tensors):
@@ -182,7 +182,7 @@ def test_exiting_forked_child_removes_nothing_of_its_parent(tmp_path):
 def test_large_files_use_larger_units_to_limit_their_map():
     assert scratch._unit_bytes(32 << 30) == 4096
     assert scratch._unit_bytes(1 << 40) == 128 << 10
-    assert room_for([1, 4096, 0]) == 8192
+    assert space_for([1, 4096, 0]) == 8192
 
 
 def test_two_volatile_engines_share_a_store_without_seeing_each_other(tmp_path):

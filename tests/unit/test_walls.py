@@ -100,10 +100,10 @@ def test_only_integrations_import_deepspeed_and_transformers():
 
 
 def test_engine_imports_only_its_allowed_packages():
-    rooms = "activation|activation_policy|deprecation|engine|memory|ops|storage|swapping"
+    allowed = "activation|activation_policy|deprecation|engine|memory|ops|storage|swapping"
 
     def forbidden(_: Path, name: str) -> bool:
-        return top(name) == "memascend" and not re.match(rf"memascend\.({rooms})(\.|$)", name)
+        return top(name) == "memascend" and not re.match(rf"memascend\.({allowed})(\.|$)", name)
 
     files = sources("memascend/engine/**/*.py")
     assert files
@@ -165,7 +165,7 @@ def statements(tree: ast.Module, everywhere: bool) -> Iterator[ast.Import | ast.
 def module_graph(everywhere: bool) -> Graph:
     """Return, for each module of ours, the modules that it names; a package
     that is imported with its module does not count."""
-    files = {path: package_parts(path) for room in ROOMS for path in sources(f"{room}/**/*.py")}
+    files = {path: package_parts(path) for folder in FOLDERS for path in sources(f"{folder}/**/*.py")}
     names = {path: ".".join(parts[:-1] if parts[-1] == "__init__" else parts) for path, parts in files.items()}
     known = {*names.values(), "memascend._C"}
     graph: Graph = {name: set() for name in known}
@@ -178,15 +178,15 @@ def module_graph(everywhere: bool) -> Graph:
     return graph
 
 
-def room_graph(modules: Graph) -> Graph:
+def package_graph(modules: Graph) -> Graph:
     """Return the graph between memascend's folders and the other top-level folders, without the facade `memascend`."""
 
-    def room(module: str) -> str:
+    def package(module: str) -> str:
         return ".".join(module.split(".")[: 2 if module.startswith("memascend.") else 1])
 
-    graph: Graph = {room(module): set() for module in modules}
+    graph: Graph = {package(module): set() for module in modules}
     for module, found in modules.items():
-        graph[room(module)] |= {room(other) for other in found} - {room(module), "memascend"}
+        graph[package(module)] |= {package(other) for other in found} - {package(module), "memascend"}
     graph["memascend"] = set()
     return graph
 
@@ -218,10 +218,10 @@ def circles(graph: Graph) -> list[list[str]]:
     return sorted(component for component in found if len(component) > 1)
 
 
-ROOMS = ("baselines", "hardware", "memascend")
+FOLDERS = ("baselines", "hardware", "memascend")
 # Known import cycles that are to be removed; a list that is out of date fails too.
 CIRCLES_IN_FUNCTIONS: list[list[str]] = []
-CIRCLES_OF_ROOMS_IN_FUNCTIONS = [["memascend.integrations", "memascend.planner"]]
+CIRCLES_OF_PACKAGES_IN_FUNCTIONS = [["memascend.integrations", "memascend.planner"]]
 
 
 def test_cycle_is_found_between_modules_and_between_packages(tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_cycle_is_found_between_modules_and_between_packages(tmp_path, monkeypat
     assert circles(module_graph(everywhere=False)) == []
     inside = ["memascend", "memascend.a.one", "memascend.b.three", "memascend.b.two"]
     assert [name for name in circles(module_graph(everywhere=True))[0] if name != "memascend.a"] == inside
-    assert circles(room_graph(module_graph(everywhere=True))) == [["memascend.a", "memascend.b"]]
+    assert circles(package_graph(module_graph(everywhere=True))) == [["memascend.a", "memascend.b"]]
 
 
 def test_no_module_cycle_at_import_time():
@@ -252,11 +252,11 @@ def test_no_module_cycle_in_deferred_or_type_checking_imports():
 
 
 def test_no_package_cycle_at_import_time():
-    assert circles(room_graph(module_graph(everywhere=False))) == []
+    assert circles(package_graph(module_graph(everywhere=False))) == []
 
 
 def test_package_cycles_in_deferred_imports_are_the_known_ones():
-    assert circles(room_graph(module_graph(everywhere=True))) == CIRCLES_OF_ROOMS_IN_FUNCTIONS
+    assert circles(package_graph(module_graph(everywhere=True))) == CIRCLES_OF_PACKAGES_IN_FUNCTIONS
 
 
 def test_hardware_imports_no_torch():

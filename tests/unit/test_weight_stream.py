@@ -42,10 +42,10 @@ class Transfer:
 
 
 class FakeStorage:
-    """Storage in memory. A transfer ends when submitted or, with `by_hand`, when the test ends it, in any order."""
+    """Storage in memory. A transfer ends when submitted or, with `manual`, when the test ends it, in any order."""
 
-    def __init__(self, by_hand=False):
-        self.kept, self.by_hand, self.log, self.under_way = {}, by_hand, [], {}
+    def __init__(self, manual=False):
+        self.kept, self.manual, self.log, self.in_flight = {}, manual, [], {}
         self.refuse = self.fail_reads = self.fail_writes = None
 
     def fill(self, *keys, numel=NUMEL):
@@ -62,13 +62,13 @@ class FakeStorage:
             raise self.refuse
         transfer = Transfer(act)
         self.log.append((kind, key))
-        self.under_way[kind, key] = transfer
-        if not self.by_hand:
+        self.in_flight[kind, key] = transfer
+        if not self.manual:
             transfer.end(failure)
         return transfer
 
     def end(self, kind, key, failure=None):
-        self.under_way[kind, key].end(failure)
+        self.in_flight[kind, key].end(failure)
 
 
 class FakeEvent:
@@ -106,7 +106,7 @@ def storage():
 
 @pytest.fixture
 def slow():
-    made = FakeStorage(by_hand=True)
+    made = FakeStorage(manual=True)
     made.fill("a", "b", "c", "d")
     return made
 

@@ -135,39 +135,39 @@ def test_state_keeps_only_changed_values_and_reports_lost_ones():
         state.restore()
 
 
-class Told(nn.Module):
+class Numbered(nn.Module):
     """A model whose object tells its blocks which one they are."""
 
-    def __init__(self, told):
+    def __init__(self, context):
         super().__init__()
-        self.told, self.layers = told, nn.ModuleList(Listener(told) for _ in range(3))
+        self.context, self.layers = context, nn.ModuleList(Listener(context) for _ in range(3))
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
-            if isinstance(self.told, dict):
-                self.told["number"] = number
+            if isinstance(self.context, dict):
+                self.context["number"] = number
             else:
-                self.told.number = number
+                self.context.number = number
             x = layer(x)
         return x
 
 
 class Listener(nn.Module):
-    def __init__(self, told):
+    def __init__(self, context):
         super().__init__()
-        self.told, self.even, self.odd = told, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.context, self.even, self.odd = context, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        number = self.told["number"] if isinstance(self.told, dict) else self.told.number
+        number = self.context["number"] if isinstance(self.context, dict) else self.context.number
         return x + (self.odd if number % 2 else self.even)(x).tanh()
 
 
-@pytest.mark.parametrize("told", [dict, types.SimpleNamespace], ids=["a dict", "an object"])
-def test_values_that_forward_passes_to_blocks_are_kept_per_block(tmp_path, told):
+@pytest.mark.parametrize("context", [dict, types.SimpleNamespace], ids=["a dict", "an object"])
+def test_values_that_forward_passes_to_blocks_are_kept_per_block(tmp_path, context):
     torch.manual_seed(0)
-    ours = Told(told())
+    ours = Numbered(context())
     torch.manual_seed(0)
-    theirs = Told(told())
+    theirs = Numbered(context())
     with streaming(tmp_path / "run") as session:
         session.hook(ours)
         assert drawn(ours, session.optimizer(torch.optim.AdamW, lr=0.1)) == drawn(

@@ -34,14 +34,14 @@ TASKS = [
     ("measured", "GPU", "B1", 0.0, 0.5),
 ]
 # Replaces every exhibit's picture: as matplotlib writes one, with a value that a pointer shows.
-TOLD = "MemAscend & <others>, measured: 4.2 GiB"
+TITLE = "MemAscend & <others>, measured: 4.2 GiB"
 PICTURE = f"""<?xml version="1.0" encoding="utf-8" standalone="no"?>
 <!DOCTYPE svg PUBLIC "-//W3C//DTD SVG 1.1//EN" "http://www.w3.org/Graphics/SVG/1.1/DTD/svg11.dtd">
 <svg width="648pt" height="302.4pt" viewBox="0 0 648 302.4" xmlns="http://www.w3.org/2000/svg" version="1.1">
  <metadata><title>of nobody</title></metadata>
  <defs><style type="text/css">*{{stroke-linejoin: round}}</style></defs>
  <g id="figure_1"><path d="M 0 0 h 648 v 302 h -648 z" style="fill: #ffffff"/>
-  <g class="value"><title>{escape(TOLD)}</title><path d="M 10 10 h 50 v 30 h -50 z" style="fill: #009e73"/></g></g>
+  <g class="value"><title>{escape(TITLE)}</title><path d="M 10 10 h 50 v 30 h -50 z" style="fill: #009e73"/></g></g>
 </svg>
 """
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}

@@ -283,8 +283,8 @@ def test_timed_runs_have_nodes_alone_and_lost_runs_are_repeated(tmp_path, monkey
     assert {job.state for job in jobs if job.node != lost.node} == {"COMPLETED"}
     assert sum(map(is_timed, jobs)) == len(TIMED_ONES) + 1
     for timed in filter(is_timed, jobs):
-        beside = [job for job in jobs if job is not timed and job.node == timed.node]
-        assert all(job.ended <= timed.began or timed.ended <= job.began for job in beside), jobs
+        neighbours = [job for job in jobs if job is not timed and job.node == timed.node]
+        assert all(job.ended <= timed.began or timed.ended <= job.began for job in neighbours), jobs
 
     tables = (tmp_path / "raw/benchmarks").iterdir()
     sampled = {path.stem: path.read_text().split("\n")[1].split("\t") for path in tables}

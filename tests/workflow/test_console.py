@@ -110,8 +110,8 @@ def test_finer_reference_is_a_separate_series_and_decides_no_claim(tmp_path: Pat
 
     claim = next(c for c in registry.claims() if c["id"] == "memascend-fig15-qwen2.5-7b-memascend")
     alone = table.assemble(exhibit, ROOT / "results/published", mine.iloc[:0], mine)
-    beside = table.assemble(exhibit, ROOT / "results/published", mine.iloc[:0], mine, rows)
-    assert claims.decide(claim, "measured", beside) == claims.decide(claim, "measured", alone)
+    with_reference = table.assemble(exhibit, ROOT / "results/published", mine.iloc[:0], mine, rows)
+    assert claims.decide(claim, "measured", with_reference) == claims.decide(claim, "measured", alone)
 
 
 def test_record_that_names_exhibits_is_read_for_no_others(tmp_path: Path, monkeypatch) -> None:

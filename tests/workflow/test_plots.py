@@ -130,13 +130,13 @@ def test_svg_titles_give_the_values_of_the_table(full: Path, tmp_path: Path, exh
     picture = drawn(full, exhibit)
     figure.save(picture, tmp_path / exhibit)
     svg = (tmp_path / f"{exhibit}.svg").read_text()
-    told = re.findall(r'<g class="value"><title>([^<]*)</title>', svg)
+    titles = re.findall(r'<g class="value"><title>([^<]*)</title>', svg)
     table = tidy.read_table(full / "exhibits" / f"{exhibit}.csv")
     values = [number for number in map(tidy.numeric, table["value"]) if number is not None]
-    for words in told:
+    for words in titles:
         number = float(re.search(r"(published|modelled|measured).*: (-?[\d.,]+)", words)[2].replace(",", ""))
         assert any(abs(number - value) <= 5e-4 * abs(value) for value in values), words
-    assert all(any(lane in words for words in told) for lane in ("modelled", "measured"))
+    assert all(any(lane in words for words in titles) for lane in ("modelled", "measured"))
     assert style.VALUE not in svg
 
 

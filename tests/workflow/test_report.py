@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, TASKS, TIMELINE, TOLD, Page, write
+from report_fixtures import BAD_SETS, BUILT, ENDS, REGISTRY, ROW, TASKS, TIMELINE, TITLE, Page, write
 
 from memascend.simulator.trace import read_trace
 from workflows import registry, tidy
@@ -68,7 +68,7 @@ def test_exhibit_pages_have_picture_data_command_and_neighbours(report_pages: di
         assert page.of("img", "src") == []
         assert page.of("svg", "role")[0] == "img"
         assert page.of("svg", "aria-label")[0] == opening(names[exhibit])
-        assert TOLD in page.text
+        assert TITLE in page.text
         assert "of nobody" not in page.text
         assert '<style type="text/css">.picture svg *{' in page.path.read_text()
         assert {f"../{exhibit}.{end}" for end in ENDS} <= set(page.of("a", "href"))

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, TIMELINE, TOLD, Page, write
+from report_fixtures import BAD_SETS, BUILT, HEAD, ROW, TIMELINE, TITLE, Page, write
 
 from workflows import tidy
 from workflows.derive import claims
@@ -239,7 +239,7 @@ POINT = """addEventListener("load", () => {
 def test_pointing_at_a_mark_shows_its_value(report_folder: Path, tmp_path: Path) -> None:
     page, console = exhibit_with_a_script(report_folder, tmp_path, BUILT[0], POINT)
     hint = "Point at a bar or a mark to read its value."
-    assert json.dumps([True, hint, TOLD, hint], separators=(",", ":")) in page.text
+    assert json.dumps([True, hint, TITLE, hint], separators=(",", ":")) in page.text
     assert console == ""
 
 

@@ -198,14 +198,14 @@ class Body(nn.Module):
         x = self.embed(ids)
         if self.program.position:
             x = x + self.position
-        self.beside: list[torch.Tensor] = []
+        self.auxiliary_losses: list[torch.Tensor] = []
         blocks = self.called()
         self.passes += self.training
         with torch.no_grad() if self.program.without_grad else contextlib.nullcontext():
             x = self.run(blocks[: self.program.without_grad], x)
         x = self.arranged(blocks[self.program.without_grad :], x)
-        beside, self.beside = self.beside, []
-        return x, 0.1 * sum(beside)
+        losses, self.auxiliary_losses = self.auxiliary_losses, []
+        return x, 0.1 * sum(losses)
 
     def arranged(self, blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
         order, groups = self.program.order, self.program.groups
@@ -223,11 +223,11 @@ class Body(nn.Module):
             return self.run(blocks, x)
         for begin in range(0, len(blocks), 2):
             group = blocks[begin : begin + 2]
-            run = lambda y, group=group: self.run(group, y, beside=False)  # noqa: E731
+            run = lambda y, group=group: self.run(group, y, collect=False)  # noqa: E731
             x = checkpoint(run, x, use_reentrant=groups == "reentrant")
         return x
 
-    def run(self, blocks: Iterable[nn.Module], x: torch.Tensor, beside: bool = True) -> torch.Tensor:
+    def run(self, blocks: Iterable[nn.Module], x: torch.Tensor, collect: bool = True) -> torch.Tensor:
         carrier = self.program.carrier
         state: Any = x
         if carrier == "dict":
@@ -239,16 +239,16 @@ class Body(nn.Module):
         for block in blocks:
             state = block(state)
             auxiliary = getattr(getattr(block, "inner", block), "auxiliary", None)
-            if auxiliary is not None and beside:
-                self.beside.append(auxiliary)
+            if auxiliary is not None and collect:
+                self.auxiliary_losses.append(auxiliary)
         if carrier == "tensor":
             return state
         if carrier == "dict":
-            if beside and "norm" in state:
-                self.beside.append(0.01 * state["norm"])
+            if collect and "norm" in state:
+                self.auxiliary_losses.append(0.01 * state["norm"])
             return state["hidden"]
-        if beside:
-            self.beside += state.trail
+        if collect:
+            self.auxiliary_losses += state.trail
         return state.hidden
 
 
@@ -275,12 +275,12 @@ class Model(nn.Module):
     def scored(self, ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the loss from the parts alone."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast):
-            x, beside = self.model(ids)
+            x, auxiliary = self.model(ids)
             if scale is not None:
                 x = x * scale
             pieces = zip(x.split(3, dim=1), ids.split(3, dim=1)) if self.program.chunks else [(x, ids)]
             losses = [F.cross_entropy(self.head(p).flatten(0, 1), i.flatten(), reduction="sum") for p, i in pieces]
-            return (sum(losses) / ids.numel() + beside).float()
+            return (sum(losses) / ids.numel() + auxiliary).float()
 
 
 def made(program: Program) -> Model:

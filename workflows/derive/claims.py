@@ -317,10 +317,10 @@ def history(claim: dict[str, Any], lane: str) -> str:
         return stamp["at"] + (f" ({stamp['commit']})" if "commit" in stamp else "")
 
     changes = claim.get("changed", [])
-    told = [f"{when(each)}: {each['what']}" for each in (changes if isinstance(changes, list) else [changes])]
+    parts = [f"{when(each)}: {each['what']}" for each in (changes if isinstance(changes, list) else [changes])]
     if "committed" in claim:
-        told[0] = f"committed {when(claim['committed'])}, changed {told[0]}"
-    return "; ".join(filter(None, (*told, tolerances.history(claim["id"], lane))))
+        parts[0] = f"committed {when(claim['committed'])}, changed {parts[0]}"
+    return "; ".join(filter(None, (*parts, tolerances.history(claim["id"], lane))))
 
 
 def decide(claim: dict[str, Any], lane_name: str, table: pd.DataFrame) -> Verdict:

@@ -75,9 +75,11 @@ def draw_loss(axis: Axes, record: dict[str, Any]) -> None:
     axis.plot([s["step"] for s in steps], [s["loss"] for s in steps], color=style.PALETTE["blue"], linewidth=1.4)
     first = steps[0]["step"], steps[0]["loss"]
     axis.annotate("training", first, xytext=(48, 8), textcoords="offset points", color=style.PALETTE["blue"])
-    held = [(e["step"], e["loss"]) for e in evaluations]
-    axis.plot(*zip(*held, strict=True), "o", color=style.PALETTE["vermilion"], markersize=5)
-    axis.annotate("held-out text", held[0], xytext=(7, 4), textcoords="offset points", color=style.PALETTE["vermilion"])
+    evaluated = [(e["step"], e["loss"]) for e in evaluations]
+    axis.plot(*zip(*evaluated, strict=True), "o", color=style.PALETTE["vermilion"], markersize=5)
+    axis.annotate(
+        "held-out text", evaluated[0], xytext=(7, 4), textcoords="offset points", color=style.PALETTE["vermilion"]
+    )
     kills = [call["after_step"] + call["share_of_a_step"] for call in record["points"]["calls"] if call["killed"]]
     for number, at in enumerate(kills):
         axis.axvline(at + 1, color=style.INK, linewidth=1.0, linestyle=(0, (2, 2)))

@@ -98,8 +98,8 @@ def use(programs: Path, empty: Path, version: str) -> None:
     place = run([str(programs / "python"), "-c", "import memascend; print(memascend.__file__)"], **more).strip()
     expect(Path(place).is_relative_to(programs.parent), "memascend is imported from where it was installed")
     with step("memascend doctor"):
-        told = subprocess.run([memascend, "doctor"], capture_output=True, text=True, check=False, **more).stdout
-        expect("ok    extension" in told, "doctor loads the extension", told)
+        output = subprocess.run([memascend, "doctor"], capture_output=True, text=True, check=False, **more).stdout
+        expect("ok    extension" in output, "doctor loads the extension", output)
     with step("memascend plan, on a described testbed"):
         words = "plan --model llama3.1-8b --system lohan --testbed lohan-4090 --json"
         json.loads(run([memascend, *words.split()], **more))

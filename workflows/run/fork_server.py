@@ -137,8 +137,8 @@ class Server:
             with contextlib.suppress(PermissionError):
                 os.setsid()
             self._ready.close()
-            for held in (connection, self._listening, *(asking for asking, _ in self._runs.values())):
-                held.close()
+            for descriptor in (connection, self._listening, *(asking for asking, _ in self._runs.values())):
+                descriptor.close()
             for _, handle in self._runs.values():
                 os.close(handle)
             os.chdir(request["folder"])

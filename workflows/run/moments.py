@@ -168,8 +168,8 @@ def draw(record: dict[str, Any], file: Path) -> None:
 
 def _run(args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> dict[str, Any]:
     """Return the run of one format and seed, from its file if that exists."""
-    told = [args.size, states, seed, args.steps, args.batch, args.context, args.lr, args.every, args.compute]
-    name = "-".join(str(word) for word in told)
+    words = [args.size, states, seed, args.steps, args.batch, args.context, args.lr, args.every, args.compute]
+    name = "-".join(str(word) for word in words)
     finished, checkpoint = args.folder / f"{name}.json", args.folder / f"{name}.pt"
     if finished.exists():
         return json.loads(finished.read_text())
@@ -191,12 +191,12 @@ class _Training:
 
     def __init__(self, args: argparse.Namespace, states: str, seed: int, tokens: np.ndarray) -> None:
         self.args, self.states, self.seed, self.step = args, states, seed, 0
-        held = EVALUATED * args.context + 1
-        if len(tokens) < 2 * held:
+        held_out = EVALUATED * args.context + 1
+        if len(tokens) < 2 * held_out:
             raise ValueError(
                 f"{len(tokens)} tokens are too few for {EVALUATED} held-out sequences: use a shorter --context"
             )
-        self.train, self.held = tokens[:-held], tokens[-held:]
+        self.train, self.held_out = tokens[:-held_out], tokens[-held_out:]
         self.model = _model(SIZES[args.size], seed).to(args.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.kept = [_kept(p.detach().cpu(), states) for p in self.parameters]
@@ -231,7 +231,7 @@ class _Training:
     def evaluate(self) -> None:
         """Append the mean loss over the held-out sequences to the result."""
         size = self.args.context
-        rows = np.stack([self.held[i * size : (i + 1) * size + 1] for i in range(EVALUATED)])
+        rows = np.stack([self.held_out[i * size : (i + 1) * size + 1] for i in range(EVALUATED)])
         parts = np.array_split(rows, math.ceil(EVALUATED / self.args.batch))
         losses = [self._loss(part).item() * len(part) for part in parts]
         self.result["evaluated"].append(sum(losses) / EVALUATED)

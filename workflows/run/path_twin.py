@@ -151,7 +151,11 @@ def run(args: argparse.Namespace) -> int:
     parameters = sum(tensor.numel for tensor in twin.tensors())
     deadline = time.monotonic() + args.time_limit
     fields = paths_requested(args)
-    with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (folders, held, devices):
+    with places(args, len(args.arms) * FREE_SPACE_FACTOR * parameters * 9 // 8 + (1 << 30)) as (
+        folders,
+        limits,
+        devices,
+    ):
         args.nvme, args.paths = str(folders[0]), folders
         if args.predict:
             arms = [Arm(word, args, twin) for word in args.arms]
@@ -160,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             before = sum(device.direct_bytes for device in devices)
             how = {"record_step": "transfers"} if args.transfers else {}
-            with started(args, twin, rate_limits=held, **how) as arms, contextlib.suppress(TimeoutError):
+            with started(args, twin, rate_limits=limits, **how) as arms, contextlib.suppress(TimeoutError):
                 fields["status"] = "timeout"
                 for arm in arms:
                     arm.wait_until_ready(deadline)

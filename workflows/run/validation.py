@@ -161,7 +161,7 @@ def traces_of(folder: Path, run: Run, point: Point, called: str) -> list[Path]:
     return [folder / f"{name}-{step}.json" for step in range(2, STEPS + 1)]
 
 
-def told(run: Run, point: Point, model: str) -> dict[str, Any]:
+def train_options(run: Run, point: Point, model: str) -> dict[str, Any]:
     """Return the options of `memascend train`."""
     k, context, batch = point
     sizes = {"twin": k, "context": context, "batch": batch, "steps": STEPS, "eval_sequences": 0, "clip": 0.0}
@@ -183,7 +183,7 @@ def train(folder: Path, paths: dict[Path, list[float] | None], run: Run, point: 
         shutil.rmtree(left, ignore_errors=True)
     for path in paths:
         path.mkdir(parents=True)
-    keys = told(run, point, model) | {"output": output, "trace": folder / f"{name}-{{step}}.json"}
+    keys = train_options(run, point, model) | {"output": output, "trace": folder / f"{name}-{{step}}.json"}
     keys |= {"tiers": [*paths]} if RUNS[run].get("tiers") else {"nvme": next(iter(paths))}
     limits = {str(path): rates for path, rates in paths.items() if rates}
     command = [sys.executable, "-m", "workflows.run.rate_limited_train", json.dumps(limits)]
@@ -331,7 +331,7 @@ def simulated(found: dict[str, Any], run: Run, point: Point, drive: str, host: d
     storage |= {"described": {"paths": paths} if RUNS[run].get("tiers") else {"ssd_duplex": True}}
     machine, costs = measured_machine(found, block_flops_per_s(point, host), **storage)
     spec = model_spec(MODEL).twin(k)
-    work = workload_of_run(TrainConfig(**told(run, point, MODEL)), spec, context)
+    work = workload_of_run(TrainConfig(**train_options(run, point, MODEL)), spec, context)
     again = 1 if work.stack.checkpoints else 0
     update = host["optimizer"]
     costs = dataclasses.replace(

@@ -91,7 +91,7 @@ void bind_faults(py::module_& module) {
           py::arg("at_most") = -1, py::arg("delay_us") = 0, py::arg("signal") = 0)
       .def("calls", &FaultLayer::calls, py::arg("op"))
       .def("log_writes", &FaultLayer::log_writes, py::arg("path"))
-      .def("demand_alignment", &FaultLayer::demand_alignment, py::arg("bytes"), py::arg("told") = true)
+      .def("demand_alignment", &FaultLayer::demand_alignment, py::arg("bytes"), py::arg("reported") = true)
       .def("clear", &FaultLayer::clear)
       .def_property_readonly("injected", &FaultLayer::injected);
 }

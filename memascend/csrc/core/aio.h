@@ -33,11 +33,11 @@ class AioBackend {
   // Accepts a command, which goes to the kernel with the next `run`. At most `depth` commands may be unfinished.
   virtual void queue(const AioCommand& command) = 0;
 
-  // Submits queued commands and returns the number of completions written to `events`, at most `room`. With `block` it
-  // returns only with an event, after `wake`, or without events when the kernel asks to try again (EAGAIN, EINTR). A
+  // Submits queued commands and returns the number of completions written to `events`, at most `capacity`. With `block`
+  // it returns only with an event, after `wake`, or without events when the kernel asks to try again (EAGAIN, EINTR). A
   // command that the kernel refuses comes back as an event. If the call fails for another reason, every command that
   // the kernel had not taken yet fails with that error.
-  virtual int run(AioEvent* events, int room, bool block) = 0;
+  virtual int run(AioEvent* events, int capacity, bool block) = 0;
 
   // Makes a blocked `run` return. May be called by any thread.
   virtual void wake() noexcept = 0;

@@ -171,11 +171,11 @@ std::vector<std::pair<std::int64_t, std::int64_t>> Control::find_runs(std::uint3
 std::vector<std::int64_t> Control::shares(std::int64_t chunks, bool striped) const {
   const auto count = static_cast<std::uint32_t>(members_.size());
   std::vector<std::int64_t> out(count, 0);
-  std::vector<std::int64_t> room(count);
+  std::vector<std::int64_t> free_chunks(count);
   std::int64_t weights = 0;
   std::uint32_t emptiest = 0;
   for (std::uint32_t member = 0; member < count; ++member) {
-    room[member] = free_bytes(member) / chunk_bytes_;
+    free_chunks[member] = free_bytes(member) / chunk_bytes_;
     weights += members_[member].weight;
     const std::int64_t* used = header().used;
     emptiest = used[member] * members_[emptiest].weight < used[emptiest] * members_[member].weight ? member : emptiest;
@@ -183,11 +183,11 @@ std::vector<std::int64_t> Control::shares(std::int64_t chunks, bool striped) con
   std::int64_t left = chunks;
   for (std::uint32_t member = 0; member < count; ++member) {
     const std::int64_t share = striped ? chunks * members_[member].weight / weights : (member == emptiest ? chunks : 0);
-    out[member] = std::min({share, room[member], left});
+    out[member] = std::min({share, free_chunks[member], left});
     left -= out[member];
   }
   for (std::uint32_t member = 0; member < count && left > 0; ++member) {
-    const std::int64_t more = std::min(left, room[member] - out[member]);
+    const std::int64_t more = std::min(left, free_chunks[member] - out[member]);
     out[member] += more;
     left -= more;
   }

@@ -28,7 +28,7 @@ constexpr std::size_t kOffsetAt = 156;
 
 // Whether this is a file of an in-memory file system. Newer kernels accept O_DIRECT on these, but copy nevertheless. A
 // device node is in such a file system too (devtmpfs), but its data is not.
-bool lies_in_memory(int fd) {
+bool is_in_memory(int fd) {
   struct stat file{};
   if (fstat(fd, &file) != 0 || !S_ISREG(file.st_mode)) {
     return false;
@@ -81,7 +81,7 @@ std::uint32_t logical_block_bytes(int fd) {
 
 DirectLimits IoSyscalls::direct_limits(int fd) {
   DirectLimits limits;
-  if (lies_in_memory(fd)) {
+  if (is_in_memory(fd)) {
     limits.supported = false;
   } else if (!ask_statx(fd, limits)) {
     limits.memory = limits.offset = logical_block_bytes(fd);

@@ -88,8 +88,8 @@ std::int64_t FaultLayer::calls(const std::string& op) {
   return found == calls_.end() ? 0 : found->second;
 }
 
-void FaultLayer::demand_alignment(std::uint32_t bytes, bool told) {
-  told_ = told;
+void FaultLayer::demand_alignment(std::uint32_t bytes, bool reported) {
+  reported_ = reported;
   alignment_ = bytes;
 }
 
@@ -100,7 +100,7 @@ bool FaultLayer::refuses(const void* data) const {
 
 DirectLimits FaultLayer::direct_limits(int fd) {
   if (const std::uint32_t alignment = alignment_.load(); alignment != 0) {
-    return told_ ? DirectLimits{true, alignment, alignment} : DirectLimits{};
+    return reported_ ? DirectLimits{true, alignment, alignment} : DirectLimits{};
   }
   return IoSyscalls::direct_limits(fd);
 }

@@ -44,9 +44,9 @@ class FaultLayer : public IoSyscalls {
   void add(Fault fault);
   void clear();
   // From now on direct transfers fail with EINVAL if their memory is not aligned to `bytes`, as on a device that
-  // demands it. `direct_limits` reports the alignment if `told`; otherwise it reports none, like an old kernel. 0
+  // demands it. `direct_limits` reports the alignment if `reported`; otherwise it reports none, like an old kernel. 0
   // undoes it.
-  void demand_alignment(std::uint32_t bytes, bool told);
+  void demand_alignment(std::uint32_t bytes, bool reported);
   // From now on writes and flushes are also logged to the new file `path`, as `LoggedCall`s. Only for engines with one
   // file and one worker. Throws Error if the file cannot be made.
   void log_writes(const std::string& path);
@@ -82,7 +82,7 @@ class FaultLayer : public IoSyscalls {
   std::atomic<std::uint64_t> next_token_{std::uint64_t{1} << 63};  // for calls without a token
   std::atomic<std::int64_t> injected_{0};
   std::atomic<std::uint32_t> alignment_{0};
-  std::atomic<bool> told_{true};
+  std::atomic<bool> reported_{true};
 };
 
 }  // namespace memascend

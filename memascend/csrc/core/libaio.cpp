@@ -56,22 +56,22 @@ class Libaio final : public AioBackend {
     waiting_.push_back(&slot);
   }
 
-  int run(AioEvent* events, int room, bool block) override {
+  int run(AioEvent* events, int capacity, bool block) override {
     submit();
     int count = 0;
-    for (; count < room && !ready_.empty(); ++count) {
+    for (; count < capacity && !ready_.empty(); ++count) {
       events[count] = ready_.front();
       ready_.pop_front();
     }
-    if (count == room) {
+    if (count == capacity) {
       return count;
     }
-    kernel_events_.resize(static_cast<std::size_t>(room - count));
+    kernel_events_.resize(static_cast<std::size_t>(capacity - count));
     // If the kernel has not accepted the wake-up poll or all commands, look again every millisecond.
     timespec brief{0, block && count == 0 ? 1'000'000 : 0};
     const bool forever = block && count == 0 && wake_armed_ && waiting_.empty();
-    const long found = call(__NR_io_getevents, static_cast<long>(context_), block && count == 0 ? 1 : 0, room - count,
-                            address(kernel_events_.data()), forever ? 0 : address(&brief));
+    const long found = call(__NR_io_getevents, static_cast<long>(context_), block && count == 0 ? 1 : 0,
+                            capacity - count, address(kernel_events_.data()), forever ? 0 : address(&brief));
     for (long at = 0; at < found; ++at) {
       take(kernel_events_[static_cast<std::size_t>(at)], events, count);
     }

@@ -72,8 +72,8 @@ std::pair<std::string, RecordPointer> get_record(Reader& reader) {
 std::optional<BatchHeader> batch_at(const char* data, std::int64_t left, const Superblock& block) {
   BatchHeader header{};
   std::memcpy(&header, data, sizeof(header));
-  const auto room = static_cast<std::uint64_t>(left) - sizeof(header);
-  if (header.magic != kBatchMagic || header.uuid != block.uuid || header.payload_bytes > room ||
+  const auto available = static_cast<std::uint64_t>(left) - sizeof(header);
+  if (header.magic != kBatchMagic || header.uuid != block.uuid || header.payload_bytes > available ||
       header.checksum != crc32c(0, data + kUnchecked, sizeof(header) - kUnchecked + header.payload_bytes)) {
     return std::nullopt;
   }

@@ -102,9 +102,9 @@ class Uring final : public AioBackend {
     publish();
   }
 
-  int run(AioEvent* events, int room, bool block) override {
-    int count = take_ready(events, room);
-    count += take_completions(events + count, room - count);
+  int run(AioEvent* events, int capacity, bool block) override {
+    int count = take_ready(events, capacity);
+    count += take_completions(events + count, capacity - count);
     const unsigned waiting = queued();
     const bool wait = block && count == 0;
     if (waiting == 0 && !wait && !kernel_has_more()) {
@@ -114,8 +114,8 @@ class Uring final : public AioBackend {
     if (taken < 0 && errno != EINTR && errno != EAGAIN && errno != EBUSY && errno != ENOMEM && errno != EBADR) {
       fail_queued(-errno);
     }
-    count += take_ready(events + count, room - count);
-    return count + take_completions(events + count, room - count);
+    count += take_ready(events + count, capacity - count);
+    return count + take_completions(events + count, capacity - count);
   }
 
   void wake() noexcept override {
@@ -254,21 +254,21 @@ class Uring final : public AioBackend {
     std::atomic_ref<std::uint32_t>(*sq_tail_).store(head, std::memory_order_release);
   }
 
-  int take_ready(AioEvent* events, int room) {
+  int take_ready(AioEvent* events, int capacity) {
     int count = 0;
-    for (; count < room && !ready_.empty(); ++count) {
+    for (; count < capacity && !ready_.empty(); ++count) {
       events[count] = ready_.front();
       ready_.pop_front();
     }
     return count;
   }
 
-  int take_completions(AioEvent* events, int room) {
+  int take_completions(AioEvent* events, int capacity) {
     int count = 0;
     bool woken = false;
     std::uint32_t head = *cq_head_;
     const std::uint32_t tail = std::atomic_ref<std::uint32_t>(*cq_tail_).load(std::memory_order_acquire);
-    for (; head != tail && count < room; ++head) {
+    for (; head != tail && count < capacity; ++head) {
       const io_uring_cqe& done = cqes_[head & cq_mask_];
       if (done.user_data == kWakeToken) {
         woken = true;

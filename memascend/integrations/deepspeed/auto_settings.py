@@ -115,7 +115,7 @@ class DerivedSettings:
         types = self._ds_config.get("data_types") or {}
         numel = sum(map(sum, groups))
         sub_groups = sum(-(-sum(group) // size) for group in groups)
-        held = cached_sub_groups_within(
+        cached = cached_sub_groups_within(
             self.host_left(),
             gradient_bytes=numel * (4 if types.get("grad_accum_dtype") == "fp32" else 2),
             buffer_bytes=largest_sub_group(groups, size) * self._state_bytes,
@@ -123,12 +123,12 @@ class DerivedSettings:
             swaps_gradients=self._swaps_gradients,
         )
         wanted = min(sub_groups, cached_sub_groups_for(len(self._tiers)))
-        if held < wanted:
+        if cached < wanted:
             announce(
-                f"memascend: host_memory has room for {held} sub-groups where {len(self._tiers)} tiers are busy with "
+                f"memascend: host_memory has room for {cached} sub-groups where {len(self._tiers)} tiers are busy with "
                 f"{wanted}: they wait for one another; raise it, or make sub_group_size smaller"
             )
-        return cached_sub_group_buffers(self._swaps_gradients, held)
+        return cached_sub_group_buffers(self._swaps_gradients, cached)
 
     @property
     def _optimizer_buffers(self) -> int:

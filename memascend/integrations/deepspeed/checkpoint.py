@@ -148,8 +148,8 @@ def _export(engine: Any, tag: str, folder: Path) -> None:
     copies = not optimizer.settings.prestage_checkpoints
     done = optimizer.export_swapped_states(folder, copies=copies)
     announce(f"memascend: checkpoint {tag}: swapped states {done}, {time.monotonic() - begun:.2f} s")
-    if done.copied_bytes and not copies and not vars(optimizer).get("_told_of_copies"):
-        optimizer._told_of_copies = True
+    if done.copied_bytes and not copies and not vars(optimizer).get("_copies_announced"):
+        optimizer._copies_announced = True
         announce(
             "memascend: a checkpoint references, and does not copy, what lies on its own file system, if that has "
             "reflinks (XFS, Btrfs) or with aio 'file'"

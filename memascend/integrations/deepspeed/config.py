@@ -16,7 +16,7 @@ from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import direct_limits, swap_folder
 from memascend.suggestions import did_you_mean
 
-from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse_beside_tiers
+from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse_with_tiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class EnableOptions:
                 "memascend: require_direct has no effect with aio='stock' (DeepNVMe); set aio to 'direct' or 'file', "
                 "or remove require_direct"
             )
-        refuse_beside_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
+        refuse_with_tiers(self.paths, aio=self.parts.aio, devices=self.devices)
         _check_devices(self.devices, self.parts)
         if self.placement is not None and self.parts.pinned != "exact":
             raise ValueError(

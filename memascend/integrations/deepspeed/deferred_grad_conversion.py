@@ -37,7 +37,7 @@ class DeferredGradConversion:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._deferred_factor: Factor = 1.0
         self._piece: torch.Tensor | None = None
-        self._told = False
+        self._announced = False
         super().__init__(*args, **kwargs)
 
     def _offload_grad_partition_at_boundary(
@@ -81,8 +81,8 @@ class DeferredGradConversion:
             if self._pieces[sub_group_id].lie_in(flat):
                 return flat
             other = "a parameter has no gradient of this step, or one that was set from outside"
-        if not self._told:
-            self._told = True
+        if not self._announced:
+            self._announced = True
             announce(f"memascend: gradients get a buffer in the states' type before they are updated: {other}")
         return None
 

@@ -80,8 +80,8 @@ class LongLivedBuffers:
 
     def _remove(self, address: int) -> None:
         with self._lock:
-            held = self._buffers.pop(address, None)
+            entry = self._buffers.pop(address, None)
             self._taken.discard(address)
-            if held is not None:
+            if entry is not None:
                 for tier in self._tiers:
-                    tier.unregister(held[0])
+                    tier.unregister(entry[0])

@@ -19,7 +19,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from memascend.storage.byte_views import byte_view
-from memascend.storage.scratch import require_room
+from memascend.storage.scratch import require_space
 
 MANIFEST = "manifest.json"
 _SWAP_SUFFIX = ".tensor.swp"  # suffix of DeepSpeed's swap files, named <ids of a sub-group> or <moment>-<ids>
@@ -57,10 +57,10 @@ class Exported:
         else:
             self.referenced_bytes[how] = self.referenced_bytes.get(how, 0) + nbytes
 
-    def require_room(self, folder: Path) -> None:
+    def require_space(self, folder: Path) -> None:
         """Raise now, not within a step, if the disk lacks space for the referenced bytes, which the next step writes
         anew."""
-        require_room(os.fspath(folder), sum(self.referenced_bytes.values()))
+        require_space(os.fspath(folder), sum(self.referenced_bytes.values()))
 
     def __str__(self) -> str:
         parts = [f"{nbytes / 2**20:.1f} MiB by {how}" for how, nbytes in self.referenced_bytes.items()]
@@ -107,7 +107,7 @@ class ExactCheckpoints:
                 done.add(how, entry["bytes"])
                 manifest[target.name] = {"numel": info.numel(), "dtype": str(swapper.dtype), **entry}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        done.require_room(folder)
+        done.require_space(folder)
         return done
 
     def settle_states(self) -> None:

@@ -99,7 +99,7 @@ def as_options(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def refuse_beside_tiers(options: TierOptions, *, aio: str, devices: tuple[str, ...]) -> None:
+def refuse_with_tiers(options: TierOptions, *, aio: str, devices: tuple[str, ...]) -> None:
     """Raise ValueError, in one line with the fix, for options that exclude several paths."""
     if not options:
         return

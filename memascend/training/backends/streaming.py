@@ -57,7 +57,7 @@ class StreamingBackend:
         self._kept: int | None = None  # step of the states on the tier, once this process has kept or opened them
         self._finished = False  # whether a finished step has not been kept yet
         self._moved = (0, 0)
-        self._told = False
+        self._reported = False
         self._undo = contextlib.ExitStack()
         self._recorder: Recorder | None = None
 
@@ -290,14 +290,14 @@ class StreamingBackend:
         """
         said = [] if self.engine.limit is None else [str(self.engine.limit)]
         slices = self.engine.units.matrices
-        if not self._told:
+        if not self._reported:
             said.append(f"{self._versions()} ({self.engine.versions_why})")
-        if slices and not self._told:
+        if slices and not self._reported:
             said.append(f"{' and '.join(slices)} by {sum(map(len, slices.values()))} slices")
-        if self.engine.decision is not None and not self._told:
+        if self.engine.decision is not None and not self._reported:
             said.append(str(self.engine.decision))
         said += self.engine.speculation.take_news()
-        self._told = True
+        self._reported = True
         return "; ".join(said) or None
 
     def _versions(self) -> str:

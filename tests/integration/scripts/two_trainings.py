@@ -44,7 +44,7 @@ def can_register(folder: Path) -> bool:
         return tier.register(torch.zeros(1 << 20, dtype=torch.uint8))
 
 
-def held(folder: Path, enabled: Enabled) -> dict[str, object]:
+def used(folder: Path, enabled: Enabled) -> dict[str, object]:
     descriptors, threads = settled_counts()
     maps = Path("/proc/self/maps").read_text().split()
     long_lived = [entry for entry in enabled.ledger.live() if entry.owner in SWAP_BUFFERS]
@@ -99,10 +99,10 @@ def main() -> None:
         for _ in range(2):
             losses, engine, enabled = train(folder, aio)
             kept.append(engine)
-            during = held(folder, enabled)
+            during = used(folder, enabled)
             engine.destroy()
             memascend.disable()
-            print(json.dumps({"losses": losses, "during": during, "after": held(folder, enabled)}), flush=True)
+            print(json.dumps({"losses": losses, "during": during, "after": used(folder, enabled)}), flush=True)
     os._exit(0)
 
 

@@ -215,8 +215,8 @@ def scenarios() -> Iterator[Row]:
     """Yield Figs. 10 to 12: the bytes on each node by Algorithm 1 as printed, by the text's description, and by our
     default."""
     for each in SCENARIOS:
-        testbed = A if len(each.rooms) == 2 else B
-        nodes = ["DRAM", *(f"card {number}" for number in range(len(each.rooms) - 1))]
+        testbed = A if len(each.capacities) == 2 else B
+        nodes = ["DRAM", *(f"card {number}" for number in range(len(each.capacities) - 1))]
         for algorithm in (AS_PUBLISHED, AS_TEXT, OURS):
             cells: dict[str, Any] = {"testbed": testbed, "subfigure": algorithm, "model": each.name}
             placed = allocation(each, algorithm)
@@ -224,7 +224,7 @@ def scenarios() -> Iterator[Row]:
                 for node, nbytes in shares.items():
                     source = f"memascend.baselines.cxl.scenarios: {algorithm}"
                     yield shown(each.exhibit, item, nbytes / GIB, "GiB", source, series=nodes[node], **cells)
-            for node, room in enumerate(each.rooms):
+            for node, capacity in enumerate(each.capacities):
                 given = sum(shares.get(node, 0) for shares in placed.values()) / GIB
-                for metric, value in (("given", given), ("room", room / GIB)):
+                for metric, value in (("given", given), ("room", capacity / GIB)):
                     yield shown(each.exhibit, metric, value, "GiB", "sums and rooms", series=nodes[node], **cells)

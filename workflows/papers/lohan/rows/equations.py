@@ -23,7 +23,7 @@ from workflows.papers.lohan.rows import settings
 shown = settings.shown
 
 SWAPPED = "swapped activations (GB)"
-ROOMS = (0, 100, 200)  # GiB of main memory for activations
+HOST_GIB = (0, 100, 200)  # GiB of main memory for activations
 
 
 def rows() -> Iterator[Row]:
@@ -51,10 +51,10 @@ def times(n: Net, volumes: list[float]) -> Iterator[Row]:
         for exhibit, terms in (("lohan-eq01", whole), ("lohan-eq02", ahead), ("lohan-eq05", back)):
             for name, value in terms.items():
                 yield point(exhibit, name, "time", swapped, value, "s")
-        for room in ROOMS:
-            series = f"MEM_avail = {room} GiB"
-            yield point("lohan-eq03", series, "on SSDs", swapped, on_ssd(swapped, room * GIB) / 1e9, "GB")
-            known = max(forward_terms(n, settings.rates(room=room * GIB), swapped).values())
+        for host_gib in HOST_GIB:
+            series = f"MEM_avail = {host_gib} GiB"
+            yield point("lohan-eq03", series, "on SSDs", swapped, on_ssd(swapped, host_gib * GIB) / 1e9, "GB")
+            known = max(forward_terms(n, settings.rates(host_bytes=host_gib * GIB), swapped).values())
             yield point("lohan-eq04", series, "time", swapped, known, "s")
 
 
@@ -92,7 +92,7 @@ def volumes_of_fig_9b() -> Iterator[Row]:
             yield shown("lohan-fig09b", "iteration time", iteration_s(n, r, swapped), "s", "Eq. 1", **cells, x=x)
         seconds, x = iteration_s(n, r, chosen), (SWAPPED, chosen / 1e9)
         yield shown("lohan-fig09b", "predicted optimum", seconds, "s", "all prefixes", **cells, x=x)
-        found = {case(n, settings.rates(room=room * GIB)) for room in (0, 100, 200, 400)}
+        found = {case(n, settings.rates(host_bytes=gib * GIB)) for gib in (0, 100, 200, 400)}
         cells = {"series": "LoHan", "model": "13B", "x": ("batch_size", batch)}
         value = found.pop() if len(found) == 1 else 0
         yield shown("lohan-fig09b", "case", value, "", "for MEM_avail of 0, 100, 200 and 400 GiB alike", **cells)
@@ -107,7 +107,7 @@ def policies() -> Iterator[Row]:
     for (printed, memory), batch in settings.published("lohan-tab05", "batch_size").items():
         policy = printed.replace("LoHan+DS", "LoHan+ZeRO")  # the figure's legend has this name
         cells = {"series": policy, "model": "70B", "x": ("main_memory_GB", memory)}
-        known: Rates = settings.rates(room=share * int(memory) * GIB)
+        known: Rates = settings.rates(host_bytes=share * int(memory) * GIB)
         n = settings.net("70B", int(batch) if batch != "Failed" else 24)
         swapped = policy_bytes(policy, n, known) if batch != "Failed" else None
         value = "Failed" if swapped is None else n.tokens / iteration_s(n, known, swapped)

@@ -111,11 +111,11 @@ def net(model: str, batch: int) -> Net:
 
 
 @cache
-def rates(ssds: int = SSDS, room: float = 0.0) -> Rates:
-    """Return the rates of an RTX 4090; `room` is the bytes of main memory for activations."""
+def rates(ssds: int = SSDS, host_bytes: float = 0.0) -> Rates:
+    """Return the rates of an RTX 4090; `host_bytes` is the bytes of main memory for activations."""
     drives = bed(T4090, ssds)
     ways = {"read": drives.ssd_read_bytes_per_s, "write": drives.ssd_write_bytes_per_s}
-    return Rates(gpu=PAPER.value("gpu_throughput"), link=drives.pcie_bytes_per_s, room=room, **ways)
+    return Rates(gpu=PAPER.value("gpu_throughput"), link=drives.pcie_bytes_per_s, host_bytes=host_bytes, **ways)
 
 
 def on_gpu(model: str, batch: int, gpu_gib: float, series: str = LOHAN) -> bool:

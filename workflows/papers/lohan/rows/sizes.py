@@ -64,9 +64,9 @@ def flashneuron(exhibit: str, gpu_gib: int, testbed: str) -> Iterator[Row]:
     matter.
     """
     work = workload(settings.FLASHNEURON, "1.6B", 1)
-    beside = gpu_memory(work).device_bytes - 16 * work.spec.parameters
-    value = (gpu_gib * GIB - beside) / 16 / 1e9
-    source = f"memascend.planner.gpu_memory: ({gpu_gib} GiB - {beside / 1e9:.2f} GB) / 16 bytes per parameter"
+    other_bytes = gpu_memory(work).device_bytes - 16 * work.spec.parameters
+    value = (gpu_gib * GIB - other_bytes) / 16 / 1e9
+    source = f"memascend.planner.gpu_memory: ({gpu_gib} GiB - {other_bytes / 1e9:.2f} GB) / 16 bytes per parameter"
     for memory in MEMORY_GB:
         cells = {"series": settings.FLASHNEURON, "testbed": testbed, "x": ("main_memory_GB", memory)}
         yield shown(exhibit, "max_trainable_model", value, "B", source, **cells)
@@ -97,10 +97,10 @@ def batches_of_policies() -> Iterator[Row]:
         for memory in (128, 256, 512):
 
             def fitting(batch: int, to_ssds: bool = to_ssds, memory: int = memory) -> bool:
-                held = host_bytes(settings.LOHAN, "70B", batch) + (
+                needed = host_bytes(settings.LOHAN, "70B", batch) + (
                     0 if to_ssds else settings.net("70B", batch).between_blocks
                 )
-                return held <= memory * GIB and settings.on_gpu("70B", batch, 24)
+                return needed <= memory * GIB and settings.on_gpu("70B", batch, 24)
 
             most = max((batch for batch in range(8, 129, 8) if fitting(batch)), default=0)
             cells = {"series": policy.replace("LoHan+ZeRO", "LoHan+DS"), "model": "70B"}
@@ -141,8 +141,8 @@ def largest_batch(series: str, model: str, among: tuple[int, ...], gpu_gib: int 
             return settings.on_gpu(model, batch, gpu_gib)
         return gpu_memory(workload(series, model, batch)).device_bytes <= gpu_gib * GIB
 
-    held = (b for b in among if fitting(b) and host_bytes(series, model, b) <= settings.MEMORY_GB * GIB)
-    return max(held, default=0)
+    fitting_batches = (b for b in among if fitting(b) and host_bytes(series, model, b) <= settings.MEMORY_GB * GIB)
+    return max(fitting_batches, default=0)
 
 
 def fits(series: str, model: str, memory_gb: int, gpu_gib: float, batch: int = 1, gpus: int = 1) -> bool:
@@ -166,13 +166,13 @@ def with_activations(exhibit: str, memory_gb: int) -> Iterator[Row]:
 
     These activations are the least that must leave the GPU.
     """
-    room = settings.PAPER.value("memory_for_activations") * memory_gb * GIB
+    limit = settings.PAPER.value("memory_for_activations") * memory_gb * GIB
     for batch in BATCHES:
         for series in ("LoHan Optimized", CPU_ONLY):
 
             def fitting(model: str, series: str = series, batch: int = batch) -> bool:
-                held = fits(settings.LOHAN, model, memory_gb, 24, batch)
-                return held and (series != CPU_ONLY or settings.net(model, batch).between_blocks <= room)
+                fits_both = fits(settings.LOHAN, model, memory_gb, 24, batch)
+                return fits_both and (series != CPU_ONLY or settings.net(model, batch).between_blocks <= limit)
 
             cells = {"series": series, "x": ("batch_size", batch)}
             source = f"{PLANNED}; LoHan+CpuAct: 2 s b h L within half of main memory"

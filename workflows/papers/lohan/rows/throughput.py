@@ -56,8 +56,8 @@ def by_batch(
     for batch in (b for b in batches if settings.on_gpu(model, b // gpus, 24)):
         cells = {"model": model, "testbed": testbed, "x": ("global_batch_size" if gpus > 1 else "batch_size", batch)}
         found = {}
-        held = [series for series in systems if settings.on_gpu(model, batch // gpus, 24, series)]
-        for series in held:
+        fitting = [series for series in systems if settings.on_gpu(model, batch // gpus, 24, series)]
+        for series in fitting:
             made = settings.step(series, model, batch // gpus, testbed, gpus=gpus, swap=RUNS if of_gradients else "")
             found[series] = made.tokens_per_second
             source = f"{settings.SIMULATED}, mostly {made.bottleneck}"
@@ -69,7 +69,7 @@ def by_batch(
                 exhibit, "throughput", tokens, "token/s", settings.EQUATIONS, series=settings.BY_EQUATIONS, **cells
             )
         first = systems[-1] if of_gradients else systems[0]
-        for other in (each for each in held if each != first):
+        for other in (each for each in fitting if each != first):
             series, ratio = f"{first} / {other.removeprefix('LoHan ')}", found[first] / found[other]
             yield shown(exhibit, "throughput_ratio", ratio, "x", settings.SIMULATED, series=series, **cells)
 
@@ -151,7 +151,7 @@ def by_drives() -> Iterator[Row]:
         share = last.tokens_per_second / first.tokens_per_second / (many / few)
         metric, cells = f"gain from {few} to {many} SSDs over a linear one", {"series": settings.LOHAN, "model": "135B"}
         yield shown("lohan-fig10a", metric, share, "", settings.SIMULATED, **cells)
-    room = settings.PAPER.value("memory_for_activations") * settings.MEMORY_GB * GIB
+    host_bytes = settings.PAPER.value("memory_for_activations") * settings.MEMORY_GB * GIB
     for drives in DRIVES:
         for series, batch in most.items():
             tokens = settings.step(series, "135B", batch, ssds=drives).tokens_per_second
@@ -159,7 +159,7 @@ def by_drives() -> Iterator[Row]:
             cells = {"series": series, "model": "135B", "x": ("num_SSDs", drives)}
             yield shown("lohan-fig10a", "throughput", tokens, "token/s", source, **cells)
         for size in (32, 48, 64):
-            n, r = settings.net("13B", size), settings.rates(drives, room)
+            n, r = settings.net("13B", size), settings.rates(drives, host_bytes)
             ways = {"": n.reported_tflops(iteration_s(n, r, released(n, r)))}
             ways[", simulated"] = n.reported_tflops(settings.step(settings.LOHAN, "13B", size, ssds=drives).seconds)
             for ending, value in ways.items():
@@ -184,9 +184,9 @@ def most_in_memory(name: str) -> int:
 def diffusion() -> Iterator[Row]:
     """Yield Fig. 12: LoHan by its equations, Fast-DiT by its products alone."""
     batch = int(settings.PAPER.value("dit_batch"))
-    held = max((float(name.removesuffix("B")) for name in settings.DITS if most_in_memory(name)), default=0.0)
+    largest = max((float(name.removesuffix("B")) for name in settings.DITS if most_in_memory(name)), default=0.0)
     source = "16 bytes per parameter and all activations of one image within 24 GiB"
-    yield shown("lohan-fig12", "max_trainable_model", held, "B", source, series="Fast-DiT")
+    yield shown("lohan-fig12", "max_trainable_model", largest, "B", source, series="Fast-DiT")
     for name in settings.DITS:
         n, rates = dit(name, batch), settings.rates()
         cells = {"model": name, "x": ("model_size_B", name.removesuffix("B"))}

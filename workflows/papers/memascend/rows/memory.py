@@ -34,7 +34,7 @@ FIGURE_8 = (
 )
 OTHER, LEDGER = "other host buffers", "ledger explained share"
 NEEDED = ("parameter buffer pool", "gradient flat buffer")
-BESIDE = {  # metric -> field of the record's memory section
+OTHER_METRICS = {  # metric -> field of the record's memory section
     "raw resident peak": "raw_peak_bytes",
     "start-up resident peak": "startup_peak_bytes",
     "training resident peak": "training_peak_bytes",
@@ -147,7 +147,7 @@ def run_peaks(exhibit: str, runs: list[Run]) -> Iterator[Row]:
             yield failed(exhibit, run)
             continue
         yield from in_bytes(exhibit, run, PEAK, run.peak_bytes)
-        for metric, field in BESIDE.items():
+        for metric, field in OTHER_METRICS.items():
             rows = list(in_bytes(exhibit, run, metric, run.memory(field)))
             yield from rows if metric == "device-role peak" else rows[:1]  # others do not scale with a twin
         yield of_case(exhibit, run, LEDGER, 100 * run.memory("ledger_explained_share"), "%")
@@ -254,7 +254,7 @@ def measured_fig08(runs: list[Run]) -> Iterator[Row]:
         yield from in_bytes(exhibit, run, "not in the ledger", run.peak_bytes - sum(parts.values()))
         yield from in_bytes(exhibit, run, PEAK, run.peak_bytes)
         for metric in ("process baseline", "start-up resident peak", "training resident peak"):
-            yield of_case(exhibit, run, metric, run.memory(BESIDE[metric]) / GIB, "GiB")
+            yield of_case(exhibit, run, metric, run.memory(OTHER_METRICS[metric]) / GIB, "GiB")
         yield of_case(exhibit, run, LEDGER, 100 * run.memory("ledger_explained_share"), "%")
         if run.series == MEMASCEND:
             yield from least(exhibit, run, parts)

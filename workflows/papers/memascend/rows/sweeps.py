@@ -116,8 +116,8 @@ def reached(exhibit: str, points: list[Point]) -> Iterator[Row]:
         metric, unit, limit = ("largest batch", "sequences", LARGEST)
     sizes = []
     for p in points:
-        beside = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * settings.PROCESS_GIB
-        sizes.append((p.case, p.x, p.peak_bytes * p.case.k**2 / GIB + beside))
+        processes_gib = 0.0 if p.case.lane == "modelled" else p.case.record["gpus"] * settings.PROCESS_GIB
+        sizes.append((p.case, p.x, p.peak_bytes * p.case.k**2 / GIB + processes_gib))
     yield from largest_under(exhibit, metric, unit, sizes, settings.CAPS_GIB, limit)
     if exhibit == "memascend-fig09":
         yield from growth(exhibit, points)

@@ -42,7 +42,7 @@ ALONE = ", paper alone"
 SERIES = (ZERO, OURS, ZERO + ALONE, OURS + ALONE)
 NAMES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 SOURCE = "memascend.planner.step_time: schedule of baselines/mlp_offload"
-SUB_GROUP, LEAST_HELD = 100_000_000, 3  # 4.1
+SUB_GROUP, LEAST_CACHED = 100_000_000, 3  # 4.1
 GPU_BYTES = 80e9  # Table 1
 
 
@@ -76,10 +76,10 @@ def originals() -> Iterator[twins.Original]:
     paths = machine(ONE).described["paths"]
     rates = tuple((path["read_gb_per_s"]["value"], path["write_gb_per_s"]["value"]) for path in paths)
     for model in MODELS:
-        for ending, held, name in (("", held_by, model), (ALONE, held_alone, f"{model} as printed")):
-            count, made_step = len(work("zero3", name, held=LEAST_HELD).sub_groups()), made(ZERO + ending, model)
+        for ending, cached, name in (("", cached_by, model), (ALONE, cached_alone, f"{model} as printed")):
+            count, made_step = len(work("zero3", name, cached=LEAST_CACHED).sub_groups()), made(ZERO + ending, model)
             drive = made_step.of_resource(paths[0]["name"]) / made_step.seconds
-            yield twins.Original(model, ending, held(name) / count, drive, rates)
+            yield twins.Original(model, ending, cached(name) / count, drive, rates)
 
 
 def raw_rates(records: list[dict[str, Any]]) -> Iterator[Row]:
@@ -99,33 +99,33 @@ def shown(exhibit: str, metric: str, value: float, unit: str, source: str = SOUR
     return PAPER.shown(exhibit, metric, value, unit, source, **cells)
 
 
-def work(arm: str, model: str, *, held: int, ranks: int = 4, **more: Any) -> Workload:
-    """Return the workload of an arm whose ranks have `held` sub-groups each in host memory."""
-    buffers = cached_sub_group_buffers(SYSTEM.arms[arm].swaps_gradients, held)
+def work(arm: str, model: str, *, cached: int, ranks: int = 4, **more: Any) -> Workload:
+    """Return the workload of an arm whose ranks have `cached` sub-groups each in host memory."""
+    buffers = cached_sub_group_buffers(SYSTEM.arms[arm].swaps_gradients, cached)
     sizes = SwapSizes(sub_group_size=SUB_GROUP, optimizer_buffers=buffers, bounce_buffers=False)
     size = {"batch": 1, "context": 2048, "dtype": "bf16", "stack": Stack(checkpointing="plain")} | more
     return Workload(spec=PAPER.spec(model), system="mlp_offload", arm=arm, ranks=ranks, sizes=sizes, **size)
 
 
 @cache
-def held_by(model: str) -> int:
+def cached_by(model: str) -> int:
     """Return a rank's sub-groups in host memory by their share, since DeepSpeed's logs count fewer,
     larger sub-groups."""
-    return round(PAPER.value(f"held_share_{model}") * len(work("zero3", model, held=LEAST_HELD).sub_groups()))
+    return round(PAPER.value(f"held_share_{model}") * len(work("zero3", model, cached=LEAST_CACHED).sub_groups()))
 
 
 @cache
-def held_alone(model: str) -> int:
+def cached_alone(model: str) -> int:
     """Return a rank's sub-groups in host memory from the paper alone.
 
     This is the memory that is used (4.1) less ZeRO-3's structures (4.3, as planned), but at least three, the smallest
     number in 4.1.
     """
-    mine = work("zero3", model, held=LEAST_HELD)
+    mine = work("zero3", model, cached=LEAST_CACHED)
     numels = list(map(sum, mine.sub_groups()))
     one = STATES * ELEMENT_BYTES["fp32"] * mine.ranks * sum(numels) / len(numels)
     left = PAPER.value("host_memory_used") * machine(ONE).ram_bytes - runtime_bytes(mine)
-    return max(LEAST_HELD, min(len(numels), int(left // one)))
+    return max(LEAST_CACHED, min(len(numels), int(left // one)))
 
 
 def runtime_bytes(mine: Workload) -> int:
@@ -135,9 +135,9 @@ def runtime_bytes(mine: Workload) -> int:
 
 
 @cache
-def step(arm: str, model: str, held: int, batch: int = 1, batches: int = 1) -> StepTime:
+def step(arm: str, model: str, cached: int, batch: int = 1, batches: int = 1) -> StepTime:
     """Simulate a step on Testbed-1."""
-    mine = work(arm, model, held=held, batch=batch, accumulation=batches)
+    mine = work(arm, model, cached=cached, batch=batch, accumulation=batches)
     return step_time(mine, machine(ONE), calibrations=PAPER.costs())
 
 
@@ -145,8 +145,8 @@ def made(series: str, model: str, **more: int) -> StepTime:
     """Simulate a step of a series, with the authors' inputs or from the paper alone."""
     if series.endswith(ALONE):
         arm = "zero3" if series.startswith(ZERO) else "as_published"
-        return step(arm, f"{model} as printed", held_alone(f"{model} as printed"), **more)
-    return step("zero3" if series == ZERO else "by_hand", model, held_by(model), **more)
+        return step(arm, f"{model} as printed", cached_alone(f"{model} as printed"), **more)
+    return step("zero3" if series == ZERO else "by_hand", model, cached_by(model), **more)
 
 
 def parameters(series: str, model: str) -> int:
@@ -205,7 +205,7 @@ def shares_of_io() -> Iterator[Row]:
     """Yield Fig. 3: the update's seconds with a drive at work, and AdamW's own; 20B stays in host memory."""
     exhibit, source = "mlpoffload-fig03", f"{SOURCE}: AdamW's seconds at the rate of host memory, over the update's"
     spec = PAPER.spec("20B")
-    alone = Step(work("zero3", "20B", held=LEAST_HELD), machine(ONE), PAPER.costs()).adamw_s(spec.parameters)
+    alone = Step(work("zero3", "20B", cached=LEAST_CACHED), machine(ONE), PAPER.costs()).adamw_s(spec.parameters)
     updates = {"20B": ("in host memory", alone, 100.0)}
     for model in ("40B", "70B", "120B"):
         update = next(each for each in made(ZERO, model).phases if each.name == "optimizer")
@@ -229,8 +229,8 @@ def twenty_billion(update_in_host_memory: float) -> Iterator[Row]:
 
     Also yields the two update rates that Fig. 8 names, which are for states that stay in the memory that is updated.
     """
-    spec, offloaded = PAPER.spec("20B"), step("zero3", "20B", LEAST_HELD)
-    resident = step("skip_gradients", "20B", LEAST_HELD)  # its backward pass writes nothing
+    spec, offloaded = PAPER.spec("20B"), step("zero3", "20B", LEAST_CACHED)
+    resident = step("skip_gradients", "20B", LEAST_CACHED)  # its backward pass writes nothing
     passes = phase(resident, "forward") + phase(resident, "backward")
     source = "30 bytes per parameter, as in host memory, at the rate of four GPUs' memory"
     on_gpus = 30 * spec.parameters / (4e9 * PAPER.value("gpu_memory_gb_per_s"))
@@ -300,7 +300,7 @@ def four_sub_groups() -> Iterator[Row]:
     them in host memory."""
     exhibit = "mlpoffload-fig06"
     for system, arm in (("ZeRO-3", "zero3"), (OURS, "as_published")):
-        made_step = Step(work(arm, "four sub-groups", held=2, ranks=1), machine(ONE), PAPER.costs())
+        made_step = Step(work(arm, "four sub-groups", cached=2, ranks=1), machine(ONE), PAPER.costs())
         schedule(made_step)
         events = simulate(made_step.tasks, resources_for(made_step)).events
         for (line, name), (begin, end) in spans(events, line_and_part).items():
@@ -313,9 +313,9 @@ def placement() -> Iterator[Row]:
     exhibit, splits = "mlpoffload-fig10", {}
     for series, arm in ((OURS, "by_hand"), (f"{OURS}, Eq. 1", "as_published"), (f"{OURS}, balanced", "mlp_offload")):
         for model in MODELS:
-            mine = work(arm, model, held=held_by(model))
+            mine = work(arm, model, cached=cached_by(model))
             paths = {path.name: path.share for path in paths_of(Step(mine, machine(ONE), PAPER.costs()))}
-            kept = held_by(model) / len(mine.sub_groups())
+            kept = cached_by(model) / len(mine.sub_groups())
             for tier, share in {"host": kept, **{name: (1 - kept) * part for name, part in paths.items()}}.items():
                 metric = {"host": "host memory", "nvme": "NVMe", "pfs": "PFS"}[tier]
                 yield shown(exhibit, metric, 100 * share, "%", SOURCE, series=series, model=model)
@@ -334,7 +334,7 @@ def sizes() -> Iterator[Row]:
     for series, ending in kinds.items():
         found = []
         for model in MODELS:
-            mine, cells = work("zero3", model + ending, held=LEAST_HELD), {"series": series, "model": model}
+            mine, cells = work("zero3", model + ending, cached=LEAST_CACHED), {"series": series, "model": model}
             swapped = 4 * mine.ranks * sum(map(sum, mine.sub_groups())) * 4
             source = "masters, moments and gradients in fp32 of all sub-groups"
             yield shown(exhibit, "optimizer state", swapped / 1e12, "TB", source, **cells)
@@ -370,7 +370,7 @@ def weak_scaling() -> Iterator[Row]:
     seconds: dict[str, list[float]] = {series: [] for series in kinds}
     for model, nodes in SCALED.items():
         for series, (arm, shared) in kinds.items():
-            mine = work(arm, model, held=LEAST_HELD, ranks=4 * nodes)
+            mine = work(arm, model, cached=LEAST_CACHED, ranks=4 * nodes)
             simulated = step_time(mine, cluster(nodes, shared), calibrations=PAPER.costs())
             source = f"{SOURCE}; Lustre's rates of Table 1 for each node, or none; three sub-groups held"
             cells = {"series": series, "model": model, "testbed": TWO, "x": ("nodes", nodes)}
@@ -398,7 +398,9 @@ def accumulation() -> Iterator[Row]:
         cells = {"series": f"{OURS} / ZeRO-3{ending}", "model": "40B"}
         yield shown(exhibit, "speedup_min", min(gains), "% faster", f"{SOURCE}: least of five batches", **cells)
     for series, model in ((ZERO, "40B"), (ZERO + ALONE, "40B as printed")):
-        sizes = (gpu_memory(work("zero3", model, held=LEAST_HELD, batch=batch)).device_bytes for batch in range(1, 129))
+        sizes = (
+            gpu_memory(work("zero3", model, cached=LEAST_CACHED, batch=batch)).device_bytes for batch in range(1, 129)
+        )
         most, source = sum(size <= GPU_BYTES for size in sizes), "memascend.planner.gpu_memory against 80 GB"
         yield shown(exhibit, "largest mini-batch", most, "sequences", source, series=series, model="40B")
 
@@ -412,7 +414,7 @@ def ablations() -> Iterator[Row]:
                 for name, arm in bars.items():
                     mine = arm if name != OURS else "as_published" if ending else "by_hand"
                     printed = f"{model} as printed"
-                    at = (printed, held_alone(printed)) if ending else (model, held_by(model))
+                    at = (printed, cached_alone(printed)) if ending else (model, cached_by(model))
                     best[f"{name}{ending}", model] = seconds = step(mine, *at).seconds
                     yield shown(exhibit, "iteration_time", seconds, "s", series=f"{name}{ending}", model=model)
     for ending in ("", ALONE):

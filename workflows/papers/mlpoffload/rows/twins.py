@@ -63,24 +63,25 @@ class Original:
 
     Attributes:
         ending: what ends the names of its series.
-        held: share of the states in MLP-Offload's host memory.
+        resident_share: share of the states in MLP-Offload's host memory.
         drive: share of DeepSpeed's iteration in which its drive is busy.
         rates: GB/s of each path, read and written.
     """
 
     model: str
     ending: str
-    held: float
+    resident_share: float
     drive: float
     rates: tuple[tuple[float, float], ...]
 
     def is_met_by(self, record: dict[str, Any]) -> bool:
         """Return whether the paths' rates and the share in host memory are within 10 % of the model's."""
-        held, found = _held(record), [tuple(map(float, each.split("/"))) for each in record["rates"]]
+        share, found = _resident_share(record), [tuple(map(float, each.split("/"))) for each in record["rates"]]
         pairs = [
             (a / found[0][0], b / self.rates[0][0]) for mine, its in zip(found, self.rates) for a, b in zip(mine, its)
         ]
-        return len(found) == len(self.rates) and all(abs(a / b - 1) <= 0.1 for a, b in [*pairs, (held, self.held)])
+        pairs.append((share, self.resident_share))
+        return len(found) == len(self.rates) and all(abs(a / b - 1) <= 0.1 for a, b in pairs)
 
     def refusal(self, record: dict[str, Any]) -> str:
         """Return why the record says nothing about the model: its drive is busy for a different share. Empty if it
@@ -110,7 +111,7 @@ def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -
         meeting = [record for record in found if original.is_met_by(record)]
         if not meeting:
             continue
-        record = min(meeting, key=lambda each: abs(_held(each) - original.held))
+        record = min(meeting, key=lambda each: abs(_resident_share(each) - original.resident_share))
         yield from _compared(record, original)
 
 
@@ -147,7 +148,7 @@ def _arms(record: dict[str, Any]) -> dict[str, Any]:
     return {point["arm"]: point for point in record["points"] if point.get("system") != IN_MEMORY}
 
 
-def _held(record: dict[str, Any]) -> float:
+def _resident_share(record: dict[str, Any]) -> float:
     """Return the share of the states that MLP-Offload's step leaves in host memory: those that it does not write."""
     return max(0.0, 1 - median(_arms(record)[ARMS[OURS]]["bytes_written"]) / (12 * record["twin"]["parameters"]))
 
@@ -185,8 +186,8 @@ def _phases(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -
 def _residency(record: dict[str, Any], point: dict[str, Any], at: dict[str, str]) -> Iterator[Row]:
     """Yield percentages of the states: the part that a step does not write is in host memory, the
     paths share the rest."""
-    host, held = _held(record), [path[0] for path in point["paths"][-1]]
-    shares = [host, *((1 - host) * each / sum(held) for each in held)]
+    host, path_bytes = _resident_share(record), [path[0] for path in point["paths"][-1]]
+    shares = [host, *((1 - host) * each / sum(path_bytes) for each in path_bytes)]
     for metric, share in zip(("host memory", "NVMe", "PFS"), shares, strict=True):
         yield of_record(record, "mlpoffload-fig10", metric, 100 * share, "%", **at)
 

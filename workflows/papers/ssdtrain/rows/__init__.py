@@ -145,9 +145,9 @@ def rok(exhibit: str, model: str) -> Iterator[Row]:
             cells, x = {"series": series, "model": model, "subfigure": exhibit[-1]}, ("activation peak (GiB)", at)
             yield shown(exhibit, THROUGHPUT, tera, "TFLOPS", f"{source}; batch {batch}", **cells, x=x)
             yield shown(exhibit, PEAK, at, "GiB", SIMULATED, **cells, x=("batch", batch))
-    room = peak("No offloading", model, 8)
+    kept_peak = peak("No offloading", model, 8)
     for series in ("SSDTrain", "SSDTrain, 10 GB/s"):
-        most = max(batch for batch in range(8, 65) if peak(series, model, batch) <= room)
+        most = max(batch for batch in range(8, 65) if peak(series, model, batch) <= kept_peak)
         cells = {"series": f"{series} vs keep", "model": model, "subfigure": exhibit[-1]}
         yield shown(exhibit, "batch_size_gain", most / 8, "x", "largest batch in the peak of keeping 8", **cells)
     for other, metric in (("No offloading", "throughput over keeping"), ("Recompute all", "peak over recomputing")):
