@@ -28,8 +28,8 @@ WRITTEN_FOR_THE_CPU = (
 # These count the CPU's own products, add modules on the CPU, or continue with torch's AdamW there.
 NOT_THERE = (
     "swapping_everything",
-    "only_the_chosen_products",
-    "recomputation_of_other_products",
+    "only_chosen_products",
+    "recomputing_other_products",
     "computes_otherwise",
     "schedulers_and_groups",
     "goes_on_in_another_folder_and_in_torch",
