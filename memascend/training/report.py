@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memascend.memory import tracking
+from memascend.memory.ledger import LedgerEntry
 from memascend.memory.resident import read_status
 from memascend.planner.footprint import OWNER_METRICS
 from memascend.training.progress import byte_count, duration
@@ -39,7 +40,7 @@ class ProcessMemory:
         """Measure the memory that came with the model, before the first step. `ledger`: the buffers made so far."""
         now = read_status()
         self._startup_peak = now["VmHWM"]
-        known = sum(entry.reserved_bytes for entry in ledger.live("host") if "pageable" not in entry.allocator)
+        known = sum(entry.reserved_bytes for entry in ledger.live("host") if not _by_pytorch(entry))
         known += self._idle["VmRSS"] + self._later_libraries(now) + tracking.live_bytes()["host"]
         self._objects = max(0, now["VmRSS"] - known)
 
@@ -59,6 +60,11 @@ class ProcessMemory:
         return [now["VmHWM"], self._startup_peak, 0, idle, self._later_libraries(now), self._objects, tensors]
 
 
+def _by_pytorch(entry: LedgerEntry) -> bool:
+    """Return whether a buffer of the ledger is a pageable tensor, which PyTorch's allocator counts as well."""
+    return "pageable" in entry.allocator
+
+
 def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
     """Return the bytes by owner at the instant of the ledger's peak, largest first."""
     rows: dict[str, dict[str, Any]] = {}
@@ -71,7 +77,7 @@ def ledger_rows(ledger: Any) -> list[dict[str, Any]]:
         row["requested_bytes"] += entry.requested_bytes
         row["reserved_bytes"] += entry.reserved_bytes
         row["locked_bytes"] += entry.reserved_bytes if entry.locked else 0
-        row["pageable_bytes"] += entry.reserved_bytes if "pageable" in entry.allocator else 0
+        row["pageable_bytes"] += entry.reserved_bytes if _by_pytorch(entry) else 0
     return sorted(rows.values(), key=lambda row: -row["reserved_bytes"])
 
 

@@ -177,7 +177,7 @@ std::uint64_t read_avx512(const char* data, std::int64_t bytes) {
 
 #endif
 
-// Returns the bytes of an unrolled step; the remainder after the last whole step is processed word by word.
+// Returns the bytes of an unrolled step; the remainder after the last whole step is scanned one element at a time.
 std::int64_t step_bytes(SimdLevel level) { return level == SimdLevel::kAvx512 ? 256 : 128; }
 
 struct Layout {
@@ -202,7 +202,7 @@ bool scan_words(const void* data, std::int64_t count, const Layout& layout) {
                                 : scan_portable<std::uint16_t>(data, count, static_cast<std::uint16_t>(layout.mask));
 }
 
-// Scans one chunk: whole steps by the widest instructions, the remainder word by word.
+// Scans one chunk: whole steps with the widest instructions, the remainder one element at a time.
 bool scan(const char* data, std::int64_t count, const Layout& layout, SimdLevel level) {
   std::int64_t whole = 0;
 #if defined(__x86_64__)
