@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
 
-_LEAVES = (str, bytes, int, float, complex, type, enum.Enum, torch.nn.Module, torch.optim.Optimizer)
+
+class Opaque:
+    """Base class of objects that `Arguments` passes on as they are, since they refer to no tensor."""
+
+
+_LEAVES = (str, bytes, int, float, complex, type, enum.Enum, torch.nn.Module, torch.optim.Optimizer, Opaque)
 _PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 

@@ -187,7 +187,7 @@ class EngineState(HookedRuntime):
 
     @property
     def decision(self) -> Decision | None:
-        """Which activations are swapped; None if swapping was not requested, or before the first step is done."""
+        """Which activations are swapped; None if swapping was not requested, or before enough steps are profiled."""
         return self._swapping.decision if self._swapping is not None else None
 
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
@@ -229,9 +229,9 @@ class EngineState(HookedRuntime):
         return self._hooks.left_by(stop)
 
     def _decide_on_swapping(self) -> None:
-        """Decide once which activations to swap, when the first step's profile is complete."""
+        """Decide once which activations to swap, when the profile is complete."""
         swapping, rates, blocks_s = self._swapping, self._profile.rates, self._profile.blocks_s()
-        if swapping is None or swapping.decision is not None or rates is None or not swapping.flops:
+        if swapping is None or swapping.decision is not None or rates is None or not swapping.is_profiled:
             return
         layout = self.layout
         weights = sum(layout.unit_numel(unit) for unit in layout.units) * layout.weights.itemsize

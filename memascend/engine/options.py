@@ -39,9 +39,10 @@ class EngineOptions:
         zero_missing: a parameter without a gradient in a step is updated with zeros, as in ZeRO's flat groups;
             otherwise it stays unchanged, as in torch.optim.
         measure: measure how fast a step could be (`StreamingEngine.limit`); the first step profiles each block.
-        swap: which results inside of blocks are swapped to the SSD instead of being recomputed, decided after the first
-            step: a rule (`best`, `algorithm 1` or `released`, see `memascend.swapping`), `all`, a number of bytes per
-            pass, or a share such as `50%`. None: nothing is swapped.
+        swap: which results inside of blocks are swapped to the SSD instead of being recomputed: a rule (`best`,
+            `algorithm 1` or `released`, see `memascend.swapping`), which needs two forward passes to decide, or what
+            to swap from the second step on: `all`, a number of bytes per pass, or a share such as `50%`. None: nothing
+            is swapped.
         swap_room: bytes of host memory that swapped results fill before they go to the SSD, also as a text like `1GiB`.
         blocks_in_flight: number of slots in host memory for blocks of one size, at least 1.
         piece_elements: the largest number of elements in a piece of states (see `make_layout`). None: that of the

@@ -100,14 +100,14 @@ class BlockPass:
         try:
             runtime.entered(unit)
             self._entered = True
-            tensors = self._arguments.tensors
-            self._call = self._kind_of_call(tensors)
+            tensors, modules = self._arguments.tensors, self._streamed.modules
+            self._call = _kind_of_call(modules, tensors)
             self._streamed.passes[self._call] += 1
             self._samples = Samples() if is_compared(self._streamed.passes[self._call]) else None
             self._needed, self._changed = [t.requires_grad for t in tensors], set(range(len(tensors)))
             self._products = 0
             self._on_tier: tuple[int, Any] | None = None
-            before = ModuleState(self._streamed.modules)
+            before = ModuleState(modules)
             inputs = self._inputs_before(tensors)
             self._source: Callable[[], list[torch.Tensor]] = lambda: [kept for kept, _ in inputs]
             self._entry, self._taken = before, Taken()
@@ -129,11 +129,6 @@ class BlockPass:
         self._arguments.drop_tensors()
         self._streamed.require_no_view()
         return results
-
-    def _kind_of_call(self, tensors: Sequence[torch.Tensor]) -> Hashable:
-        """Return a key by which calls are grouped: calls with equal keys change the same arguments in place."""
-        modes = tuple(module.training for module in self._streamed.modules)
-        return modes, tuple((t.dtype, t.dim(), t.requires_grad) for t in tensors)
 
     def _forget_casts(self) -> None:
         """Clear autocast's copies of this block's weights, which it would keep until the outermost autocast ends."""
@@ -369,6 +364,12 @@ class BlockPass:
 
     def __del__(self) -> None:  # the graph is freed, maybe without any backward pass
         self._leave()
+
+
+def _kind_of_call(modules: Sequence[nn.Module], tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Return a key by which calls are grouped: calls with equal keys change the same arguments in place."""
+    modes = tuple(module.training for module in modules)
+    return modes, tuple((t.dtype, t.dim(), t.requires_grad) for t in tensors)
 
 
 def _unpack(handle: Handle | torch.Tensor) -> torch.Tensor:

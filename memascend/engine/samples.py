@@ -8,9 +8,11 @@ changes no tensor that autograd saves is not detected.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 ELEMENTS = 256  # sampled elements per tensor
 _COMPARED = (torch.bool, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -71,6 +73,13 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype not in _COMPARED:
         return None
-    if tensor.numel() <= ELEMENTS:
-        return tensor.clone()
-    return tensor[torch.unravel_index((_PLACES * tensor.numel()).long(), tensor.shape)]
+    with _disable_current_modes():  # modes of the pass, such as the one that measures products, are not for these
+        if tensor.numel() <= ELEMENTS:
+            return tensor.clone()
+        return tensor[_places_in(tensor.shape)]
+
+
+@functools.lru_cache(maxsize=256)
+def _places_in(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    """Return the sampled places of a tensor of this shape, as an index."""
+    return torch.unravel_index((_PLACES * shape.numel()).long(), shape)

@@ -1,4 +1,7 @@
-"""Traffic-aware activation swapping (LoHan, IV-D): the first iteration is profiled, then a rule decides what to swap.
+"""Traffic-aware activation swapping (LoHan, IV-D): the first iterations are profiled, then a rule decides what to swap.
+
+The first forward pass counts FLOP and bytes of the products, operator by operator in Python, which takes several times
+as long as the computation of a small block. So the seconds are those of the next pass, in which nothing is observed.
 
 Inputs of blocks are offloaded to the tier in any case. Of the products' results inside of blocks, the chosen ones go to
 host memory while there is space and to the SSD otherwise, through the activation cache; the others are recomputed.
@@ -38,7 +41,7 @@ _LINK_BYTES, _LINK_PASSES = 32 << 20, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """Profile of the first iteration, in bytes and FLOP; implements `memascend.swapping.Traffic`."""
+    """Profile of an iteration, in bytes and FLOP; implements `memascend.swapping.Traffic`."""
 
     layers: int
     between_blocks: float
@@ -145,6 +148,12 @@ class Swapping:
         self._seen: dict[str, list[Seen]] = {}
         self._inputs: dict[str, int] = {}
         self._chosen: dict[str, frozenset[int]] = {}
+        self._timed = False  # whether a pass has run with nothing observed
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether all that the rule depends on is known: FLOP and bytes, and for a rule of the paper also seconds."""
+        return bool(self.flops) and (self._timed or self.rule not in RULES)
 
     @property
     def flops(self) -> int:
@@ -160,7 +169,7 @@ class Swapping:
     @contextlib.contextmanager
     def forward(self, key: str, inputs: Sequence[torch.Tensor]) -> Iterator[Taken]:
         """Context for a block's forward pass; yields the record of the results taken, complete at its end."""
-        if self.decision is None:
+        if self.decision is None and key not in self._seen:
             measuring = Measuring()
             with measuring.around():
                 yield (taken := Taken())
@@ -172,6 +181,7 @@ class Swapping:
             with mode.around():
                 yield mode.taken
         else:
+            self._timed = True
             yield Taken()
 
     def backward(self, key: str, taken: Taken) -> contextlib.AbstractContextManager[Any]:
@@ -179,7 +189,7 @@ class Swapping:
         return Replaying(taken, key).around() if taken.names else contextlib.nullcontext()
 
     def decide(self, rates: Rates, outside_share: float, **traffic: float) -> Decision:
-        """Decide what to swap, after the first iteration. `outside_share`: forward time outside of the blocks as a
+        """Decide what to swap, once `is_profiled`. `outside_share`: forward time outside of the blocks as a
         fraction of that of the blocks; `traffic`: the other fields of `Iteration`."""
         places: dict[tuple[int, str], list[tuple[str, Seen]]] = {}
         for key, products in self._seen.items():

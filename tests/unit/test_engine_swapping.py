@@ -254,3 +254,12 @@ def test_released_rule_considers_only_the_forward_pass():
 def test_unknown_swap_rule_is_refused(wanted):
     with pytest.raises(ValueError, match=r"EngineOptions\.swap: best, algorithm 1, released, all, bytes, a share"):
         EngineOptions(swap=wanted)
+
+
+@pytest.mark.parametrize(("rule", "steps"), [("best", 2), ("algorithm 1", 2), ("all", 1), ("50%", 1)])
+def test_rules_of_the_paper_decide_on_seconds_of_an_unobserved_pass(tmp_path, rule, steps):
+    ours = model()
+    engine = streamed(ours, tmp_path, swap=rule)
+    decided = [train(ours, engine.finish_step, [data]) and engine.decision is not None for data in batches(3)]
+    assert decided.index(True) == steps - 1
+    engine.close(destroy=True)
