@@ -7,6 +7,7 @@ kept result equals what the recomputation would compute, to the bit, and autogra
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +27,13 @@ from memascend.engine.device import Generators
 
 @dataclass(frozen=True)
 class Seen:
-    """A product as a forward pass ran it. `nbytes`: size of its result; 0 if the result cannot replace the product."""
+    """A product as a forward pass ran it. `nbytes`: size of its result; 0 if the result cannot replace the product.
+    `seconds`: time of the call, which on an accelerator is that of its launch alone."""
 
     name: str
     flops: int
     nbytes: int
+    seconds: float
 
 
 @dataclass
@@ -121,18 +124,20 @@ def take_off_left_over() -> None:
 
 
 class Measuring(_OfAPass):
-    """Measures the FLOP and result sizes of a pass's products, in `seen`."""
+    """Measures FLOP, result sizes and seconds of a pass's products, in `seen`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Seen] = []
 
     def dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        began = time.perf_counter()
         out, fixed = _run(func, args, kwargs)
         if is_product(func):
+            seconds = time.perf_counter() - began
             tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
             nbytes = sum(each.nbytes for each in tensors) if fixed else 0
-            self.seen.append(Seen(str(func), _flops(func, args, kwargs, out), nbytes))
+            self.seen.append(Seen(str(func), _flops(func, args, kwargs, out), nbytes, seconds))
         return out
 
 

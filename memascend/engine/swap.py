@@ -36,6 +36,9 @@ from memascend.swapping import (
 )
 
 _LEAST_BYTES = 4096  # smaller results are not swapped
+# Python's seconds to swap one result and bring it back. If the CPU computes, it waits for them, and LoHan's model does
+# not have them: the rules are not offered results that are recomputed in less time.
+_COST_S = 1e-3
 _LINK_BYTES, _LINK_PASSES = 32 << 20, 3
 
 
@@ -196,6 +199,8 @@ class Swapping:
             for number, each in enumerate(products):
                 if each.nbytes >= _LEAST_BYTES and each.flops:
                     places.setdefault((number, each.name), []).append((key, each))
+        if self._device.type == "cpu" and self.rule in RULES:
+            places = {at: where for at, where in places.items() if min(e.seconds for _, e in where) >= _COST_S}
         operators = {
             place: Operator(f"{place[1]} {place[0]}", sum(e.flops for _, e in where), sum(e.nbytes for _, e in where))
             for place, where in places.items()

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from memascend import _C
 from memascend.activation.saved import ActivationError
+from memascend.engine import swap
 from memascend.engine.operators import Measuring, Replaying, Taking
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
@@ -263,3 +264,16 @@ def test_rules_of_the_paper_decide_on_seconds_of_an_unobserved_pass(tmp_path, ru
     decided = [train(ours, engine.finish_step, [data]) and engine.decision is not None for data in batches(3)]
     assert decided.index(True) == steps - 1
     engine.close(destroy=True)
+
+
+@pytest.mark.parametrize("rule", ["best", "algorithm 1", "released", "all"])
+def test_rules_are_not_offered_results_that_cost_more_to_swap_than_to_recompute(tmp_path, monkeypatch, rule):
+    offered = []
+    for name, cost_s in (("free", 0.0), ("dear", 60.0)):
+        monkeypatch.setattr(swap, "_COST_S", cost_s)
+        engine = streamed(ours := model(), tmp_path / name, swap=rule)
+        train(ours, engine.finish_step, batches(2))
+        offered.append(engine.decision.offered_bytes)
+        engine.close(destroy=True)
+    assert offered[0] > 0
+    assert offered[1] == (offered[0] if rule == "all" else 0)  # what the user asks for is swapped
