@@ -10,6 +10,7 @@ import ast
 import contextlib
 import csv
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -149,8 +150,9 @@ class Configuration:
         run = self.run(run_id)
         lock = f"flock {'' if run['alone'] else '--shared '}{self.lock}"
         if self.node:
-            lock = f"TMPDIR={self.node['scratch']} {lock}"
-        limit = f"timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
+            lock = f"TMPDIR={self.node['scratch']} MEMASCEND_NVME={self.node['scratch']} {lock}"
+        # Ctrl-C ends flock, but not `timeout`, which leads a process group of its own: the kernel ends it with flock.
+        limit = f"setpriv --pdeathsig TERM timeout {run['time_limit_s']} " if run["time_limit_s"] else ""
         one = run["environments"][0] if run["module"] == "training" else None
         python = f".cache/envs/{one}/bin/python" if one else "python"
         names = f"--run-id {run_id} --out {self.raw}/{run_id}.json"
@@ -353,9 +355,11 @@ class Configuration:
 
     @property
     def commit(self) -> str:
-        """The commit of the checkout, whose sources the artifact contains."""
+        """The commit of the checkout, whose sources the artifact contains, and a digest of uncommitted changes."""
         words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+        found = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+        changes = subprocess.run(["git", "diff", "HEAD"], capture_output=True, check=False).stdout
+        return found + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
 
     @property
     def bundle(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ HIDDEN = (
 RECORDS = ("record", "forked_record")
 DERIVED = {"forked_record": "record", "figure": "picture of", "drawing": "picture of", "modelled": "modelled lane of"}
 PLAIN_S = 0.5  # estimated seconds per picture or page
+# A word of a call that runs nothing. Short options without a value may be joined, as in -np.
+_RUNS_NOTHING = re.compile(r"--dry-?run|--lint|-[npfFkt]*n[npfFkt]*")
 
 
 class Console(logging.Filter):
@@ -47,7 +50,8 @@ class Console(logging.Filter):
     def __init__(self, known: Configuration, words: list[str]) -> None:
         super().__init__()
         self.known, self.began = known, time.monotonic()
-        self.quiet = not {"-n", "--dry-run", "--dryrun", "--verbose", "--lint"} & set(words)
+        self.runs_nothing = any(map(_RUNS_NOTHING.fullmatch, words))
+        self.quiet = not self.runs_nothing and "--verbose" not in words
         self.total, self.done = 0, 0
         self.left: dict[str, float | None] = {}  # expected seconds of runs that have not ended; None: unknown
         self.not_asked = 0  # how many of them this call does not run; Snakemake does not say which in advance
@@ -60,7 +64,7 @@ class Console(logging.Filter):
 
         With `--config retry=1`, earlier failures are forgotten first so that those runs are tried again.
         """
-        if self.quiet and self.known.config.get("retry", 0):
+        if not self.runs_nothing and self.known.config.get("retry", 0):
             no_result.forget_failures(Path(self.known.raw))
         for handler in logging.getLogger("snakemake.logging").handlers if self.quiet else ():
             if handler.name == "DefaultStreamHandler":
@@ -131,16 +135,23 @@ class Console(logging.Filter):
 
     def end(self, targets: Collection[str]) -> None:
         """Print where to look, the score and what is not built; for single exhibits only their files."""
-        if targets and set(targets) <= set(self.known.built):
-            for exhibit in targets:
+        papers = {self.known.target_of(paper): paper for paper in self.known.papers}
+        if targets and set(targets) <= papers.keys() | set(self.known.built):
+            # Their pictures alone have been made: the pages and the score would be those of an earlier call.
+            for paper in (papers[target] for target in targets if target in papers):
+                drawn = [exhibit for exhibit in self.known.built if self.known.entries[exhibit]["paper"] == paper]
+                print(f"Drawn: {Path(self.known.figures, f'{paper}-*.svg')}, {len(drawn)} exhibits")
+            for exhibit in (target for target in targets if target not in papers):
                 numbers = Path(self.known.derived, "exhibits", f"{exhibit}.csv")
                 more = f", its numbers: {numbers}" if exhibit in self.known.with_table else ""
                 print(f"Drawn: {Path(self.known.figures, f'{exhibit}.svg')}{more}")
                 for record in map(Path, self.known.records_of(exhibit)):
                     if reason := no_result.reason(record):
                         print(f"  without {record.stem}: {reason}; to run it again: rm {record}, and the same command")
+            if papers.keys() & set(targets):
+                print("\n".join([*self.without, "The pages and the score: snakemake --cores all figures"]))
             return
-        if targets and not {"figures", "artifact", "report", *self.known.papers} & set(targets):
+        if targets and not {"figures", "artifact", "report"} & set(targets):
             return
         built, entries = self.known.built, self.known.entries
         lines = [f"Done in {length(time.monotonic() - self.began)}. Look at {Path(self.known.figures, 'index.html')}"]

@@ -47,7 +47,7 @@ class Experiments:
         found |= self._training(mine["training"])
         for bench in mine.get("bench", []):
             shown = {n: ",".join(map(str, v)) if isinstance(v, list) else v for n, v in bench["options"].items()}
-            shown |= {"folder": self.drive} if self.drive and "folder" in shown else {}
+            shown |= {name: self.drive for name in ("folder", "tiers") if self.drive and name in shown}
             words = f"--part {bench['part']} -- {' '.join(f'--{n} {v}' for n, v in shown.items())}"
             more = {"time_limit_s": bench["time_limit_s"], "allowed_s": bench["time_limit_s"]}
             more["gpus"] = gpus_of(bench["options"].get("device", "cpu"), 1)

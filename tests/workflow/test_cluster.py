@@ -73,8 +73,9 @@ def test_runs_time_out_before_their_jobs(monkeypatch) -> None:
 
 def test_lock_temporary_files_and_measured_drive_are_on_the_node(monkeypatch) -> None:
     here = known(monkeypatch, node=NODE)
-    assert here.command(TIMED).startswith("TMPDIR=/local flock /local/")
-    assert here.command(SHARED).startswith("TMPDIR=/local flock --shared /local/")
+    own = "TMPDIR=/local MEMASCEND_NVME=/local flock"  # swap files of trainings go to MEMASCEND_NVME
+    assert here.command(TIMED).startswith(f"{own} /local/")
+    assert here.command(SHARED).startswith(f"{own} --shared /local/")
     assert "--folder /local " in here.command("kernel-nvme-smoke")
 
 
@@ -89,7 +90,8 @@ def test_snakemake_samples_the_jobs_that_no_server_forks(monkeypatch) -> None:
 def test_single_machine_requests_no_cluster_resources(monkeypatch) -> None:
     here = known(monkeypatch)
     assert here.resources.keys() == {"mem_mb", "runtime"}
-    assert here.command(TIMED).startswith("flock results/raw/.machine.lock timeout 120 ")
+    limit = "setpriv --pdeathsig TERM timeout 120"
+    assert here.command(TIMED).startswith(f"flock results/raw/.machine.lock {limit} ")
     assert "--folder results " in here.command("kernel-nvme-smoke")
     assert here.threads(TIMED, 3) == 3
 

@@ -59,6 +59,43 @@ def test_time_left_counts_only_requested_runs(capsys: pytest.CaptureFixture[str]
     assert [line.partition("; ")[2] for line in capsys.readouterr().err.splitlines()] == ["4 min left", "2 min left"]
 
 
+@pytest.mark.parametrize("word", ["-n", "-np", "-nF", "--dry-run", "--dryrun", "--lint"])
+def test_calls_that_run_nothing_are_told_by_joined_options_too(word: str, tmp_path: Path) -> None:
+    failed = tmp_path / "bench-x.json"
+    failed.write_text('{"kind": "no-result", "status": "failed", "reason": ""}')
+    known = SimpleNamespace(raw=tmp_path, config={"retry": 1})
+    shown = Console(known, ["--cores", "all", "figures", word])
+    shown.attach()
+    assert (shown.quiet, failed.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("words", [["-p"], ["--verbose"], ["-s", "Snakefile"], ["-k", "--config", "retry=1"]])
+def test_failures_are_forgotten_by_calls_that_run(words: list[str], tmp_path: Path) -> None:
+    failed = tmp_path / "bench-x.json"
+    failed.write_text('{"kind": "no-result", "status": "failed", "reason": ""}')
+    Console(SimpleNamespace(raw=tmp_path, config={"retry": 1}), words).attach()
+    assert not failed.exists()
+
+
+def test_target_of_a_paper_reports_its_pictures_and_no_old_score(tmp_path: Path, capsys) -> None:
+    (tmp_path / "claims.csv").write_text("exhibit_id,lane,verdict,basis\ncxl-fig05,measured,reproduced,held out\n")
+    entries = {"mlpoffload-fig04": {"paper": "mlpoffload"}, "cxl-fig05": {"paper": "cxl"}}
+    known = SimpleNamespace(
+        papers=["mlpoffload", "cxl"],
+        target_of={"mlpoffload": "mlp-offload", "cxl": "cxl"}.get,
+        built=list(entries),
+        entries=entries,
+        figures="figures",
+        derived=str(tmp_path),
+        raw=str(tmp_path),
+    )
+    Console(known, []).end(["mlp-offload"])
+    said = capsys.readouterr().out
+    assert "Drawn: figures/mlpoffload-*.svg, 1 exhibits" in said
+    assert "reproduced" not in said
+    assert "index.html" not in said
+
+
 def test_console_passes_errors_and_does_not_estimate_untimed_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console({"train-a": None})
     shown.filter(event("RUN_INFO", stats={"record": 1, "total": 1}))

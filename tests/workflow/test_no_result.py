@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,3 +79,31 @@ def test_record_of_a_killed_run_names_the_signal(tmp_path: Path) -> None:
     assert no_result.main([*words, "--exit-status", "137"]) == 0
     assert no_result.reason(tmp_path / "x.json") == "failed: ended by SIGKILL"
     assert tidy.validator("record.schema.json").is_valid(json.loads((tmp_path / "x.json").read_text()))
+
+
+def test_a_run_without_a_result_removes_the_samples_of_an_earlier_one(tmp_path, monkeypatch) -> None:
+    (tmp_path / "bench-x.trace.csv").write_text("seconds,bytes\n")
+    ended(tmp_path, "--part overflow -- --dtypes fp64", None, monkeypatch)
+    assert not (tmp_path / "bench-x.trace.csv").exists()
+
+
+def test_a_limited_run_ends_with_the_lock_that_it_holds(tmp_path, monkeypatch) -> None:
+    """Ctrl-C reaches flock, but not `timeout`, which leads a process group of its own."""
+    run = {"module": "bench", "words": "", "alone": True, "environments": [], "time_limit_s": 60}
+    known = SimpleNamespace(run=lambda _: run, raw=str(tmp_path), lock=f"{tmp_path}/.machine.lock", node=None)
+    command = Configuration.command(known, "bench-x").partition(" python ")[0]
+    started = subprocess.Popen([*command.split(), "sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 61"])
+    while not (tmp_path / "pid").exists() or not (text := (tmp_path / "pid").read_text()):
+        time.sleep(0.01)
+    started.send_signal(signal.SIGINT)
+    assert started.wait() == -signal.SIGINT
+    # If the run went on, the limit of a test would end this one.
+    while _is_running(int(text)):
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

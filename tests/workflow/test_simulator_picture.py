@@ -47,6 +47,12 @@ def test_legend_gives_the_error_of_half_and_nine_tenths():
     assert "2 steps: half within 20 %,\nnine of ten within 30 %" in words
 
 
+def test_run_without_a_result_is_a_picture_with_its_reason(tmp_path):
+    made = {"kind": "no-result", "status": "timeout", "reason": "exit status 124, no output", "host": HOST}
+    assert drawn(tmp_path, made).returncode == 0
+    assert "exit status 124" in (tmp_path / "simulator.svg").read_text()
+
+
 @pytest.mark.parametrize("made", [{"kind": "bench"}, []])
 def test_other_record_kinds_are_refused_in_one_line(tmp_path, made):
     done = drawn(tmp_path, made)

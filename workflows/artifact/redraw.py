@@ -127,7 +127,8 @@ def record_expected(known: Configuration, path: Path) -> dict[str, Any]:
     fields.pop("time_limit_s", None)  # it does not influence a measurement
     if run["module"] == "bench":  # the drive may differ on a node
         options = fields["points_requested"]["options"]
-        options[:] = [ANY if before == "--folder" else each for before, each in zip(["", *options], options)]
+        before = ["", *options]
+        options[:] = [ANY if last in ("--folder", "--tiers") else each for last, each in zip(before, options)]
     code = {
         "code_digest": known.measured_by(run_id),
         "has_own_packages": run["module"] == "training" and any(run["environments"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from matplotlib.lines import Line2D
 from workflows import tidy
 from workflows.derive.figure import save
 from workflows.panels import style
+from workflows.run import no_result
 
 STEM = "simulator"
 MARKS = {"forward": ("^", "sky"), "backward": ("v", "orange"), "optimizer": ("s", "green"), "step": ("D", "black")}
@@ -25,7 +27,10 @@ WITHIN = 20  # percent; the shaded band
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw each error by system on the left, and on the right the distribution of their sizes."""
+    """Draw each error by system on the left, and on the right the distribution of their sizes. For a run without a
+    result, draw its reason."""
+    if record["kind"] == no_result.KIND:
+        return _without(record)
     figure, (errors, shares) = style.canvas(2, 1, (9.0, 4.2), [1.7, 1.0])
     runs = list(dict.fromkeys((row["system"], row["arm"]) for row in record["rows"]))
     _errors(errors, record["rows"], runs)
@@ -42,6 +47,16 @@ def draw(record: dict[str, Any]) -> Figure:
         f"measured on {host['name']}, {host['cpu']}, {host['cores']} cores; model {record['model']}, {record['dtype']}"
     )
     style.finish(figure, foot, style.legend(figure, [handles]))
+    return figure
+
+
+def _without(record: dict[str, Any]) -> Figure:
+    """Draw why the simulator was not validated."""
+    figure, (axis,) = style.canvas(1, 1, (9.0, 2.0), None)
+    axis.set_axis_off()
+    words = textwrap.fill(f"The simulator was not validated here: {record['status']}: {record['reason']}", 110)
+    axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes)
+    style.finish(figure, f"{record['host']['name']}, {record['host']['cpu']}, {record['host']['cores']} cores", 0.1)
     return figure
 
 
@@ -79,7 +94,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         record = json.loads(args.record.read_text(encoding="utf-8"))
-        if not isinstance(record, dict) or record.get("kind") != "simulation-validation":
+        if not isinstance(record, dict) or record.get("kind") not in ("simulation-validation", no_result.KIND):
             raise ValueError(f"{args.record} is no record of workflows.run.validation")
         save(draw(record), args.draw_in / STEM)
     except (tidy.TableError, ValueError, OSError) as error:

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.exit_status > 128 and args.exit_status - 128 in set(Signals):
         said.append(f"ended by {Signals(args.exit_status - 128).name}")
     fields["reason"] = said[-1][:300] if said else f"exit status {args.exit_status}, no output"
+    args.out.with_suffix(".trace.csv").unlink(missing_ok=True)  # of an earlier result
     provenance.write_record(args.out, args.run_id, KIND, staleness.digest("workflows.run.no_result"), fields)
     print(f"{args.run_id}: {fields['status']}, no result; the run's exhibits are drawn without it")
     return 0
