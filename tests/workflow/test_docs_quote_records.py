@@ -159,8 +159,8 @@ def test_how_to_quotes_the_speed_of_ranks_taking_turns():
     seconds = {point["arm"]: median(step_seconds(point)) for point in record["points"]}
     speeds = [seconds[free] / seconds[own] for free, own in (("skip_gradients", "exclusive"), ("free", "mlp_offload"))]
     assert record["ranks"] == 2
-    assert {f"{speed:.2f}" for speed in speeds} == {"0.99"}
-    assert "(0.99 of the speed over one drive and over two," in DRIVES
+    assert f"({speeds[0]:.2f} of the speed over one drive and {speeds[1]:.2f} over two," in DRIVES
+    assert all(0.97 < speed < 1.03 for speed in speeds)  # "neither gained nor lost"
 
 
 def test_reference_quotes_passes_over_paths_against_the_formula():
@@ -185,9 +185,11 @@ def test_reference_quotes_predicted_and_measured_steps_with_gradient_accumulatio
         took, said = ([found[arm, batches] for arm in ("zero3", "mlp_offload")] for found in (measured, predicted))
         seconds = [f"{median(mine):.2f} | {each[0]:.2f}" for mine, each in zip(took, said)]
         ratio, expected = median(a / b for a, b in zip(*took)), said[0][0] / said[1][0]
-        assert abs(ratio / expected - 1) < 0.1
         row = f"| {batches} | {' | '.join(seconds)} | {ratio:.2f} | {expected:.2f} |"
-        assert row in (REFERENCE / "README.md").read_text()
+        text = (REFERENCE / "README.md").read_text()
+        assert row in text
+        apart = abs(ratio / expected - 1)
+        assert apart < 0.07 or f"{ratio:.2f} where {expected:.2f} was predicted, {100 * apart:.0f} % more" in text
 
 
 PATH_TWINS = ("duplex", "duplex-alone", "simplex", "simplex-caching", "simplex-alone", "simplex-turns-alone")
@@ -243,21 +245,28 @@ LOHAN_ARMS = {
 }
 
 
-def test_reference_quotes_phase_times_and_lohan_is_never_slower():
+def test_reference_quotes_phase_times_and_where_lohan_is_slower():
     text = (REFERENCE / "README.md").read_text()
     rows = {arm: [f"| {name} "] for arm, name in DEEPSPEED_ARMS.items()}
     rows |= {("lohan", arm): [f"| {name} "] for arm, name in LOHAN_ARMS.items()}
+    slower = set()
     for model in ("qwen2.5-7b", "llama3.2-1b", "qwen2.5-14b"):
         record = json.loads((REFERENCE / f"times-{model}-phases-paper.json").read_text())
         found = {(p["system"], p["arm"]): [median(p[f"{phase}_s"]) for phase in PHASES] for p in record["points"]}
         assert found.keys() == rows.keys()
         for arm, seconds in found.items():
             rows[arm].append(f"| {' + '.join(f'{each:.2f}' for each in seconds)} ")
-        for ours in ("optimized", "as_published"):
-            for theirs in DEEPSPEED_ARMS:
-                assert all(a <= b for a, b in zip(found["lohan", ours], found[theirs]))
+        for theirs in DEEPSPEED_ARMS:
+            for ours in ("optimized", "as_published"):
+                pairs = zip(PHASES, found["lohan", ours], found[theirs])
+                slower |= {(model, ours, phase) for phase, mine, its in pairs if mine > its}
     for row in rows.values():
         assert "".join(row) + "|" in text
+    assert slower == {("qwen2.5-14b", "as_published", "forward")}
+    assert (
+        "`optimized` is slower in no phase than any of DeepSpeed's arms, nor is `as_published` with the 7B and the 1B"
+        in text
+    )
 
 
 def of_points(record):
@@ -358,11 +367,12 @@ def test_pages_quote_the_14b_models_record():
     assert f"{summary['of_the_bound']:.2f} times the larger of the two" in page
 
 
-def test_reference_table_of_mlp_offload_twins_matches_the_claims():
+@pytest.mark.parametrize("host", ["xeon-amx-2core", "epyc-genoa-2core"])
+def test_reference_table_of_mlp_offload_twins_matches_the_claims(host):
     folder = ROOT / "results/reference"
-    found = {each.claim_id: each for each in claims.read_verdicts(folder / "xeon-amx-2core/claims.csv")}
+    found = {each.claim_id: each for each in claims.read_verdicts(folder / host / "claims.csv")}
     modelled = {each.claim_id: each for each in claims.read_verdicts(folder / "modelled/mlpoffload-claims.csv")}
-    page = (folder / "xeon-amx-2core/README.md").read_text()
+    page = (folder / host / "README.md").read_text()
     lines = [line for line in page.splitlines() if "% (52B)" in line or "% (40B" in line]
     names = ("fig07-iteration", "fig07-update", "fig14-all", "fig15-further", "fig15-overall")
     order = [f"mlpoffload-{name}{alone}" for name in names for alone in ("", "-alone")]

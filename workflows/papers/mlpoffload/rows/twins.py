@@ -98,7 +98,7 @@ class Original:
 
 
 def of_originals(records: list[dict[str, Any]], originals: Iterable[Original]) -> Iterator[Row]:
-    """Yield Figs. 7, 14 and 15 for each model from the twin that matches it best, as medians of the ratios of each
+    """Yield Figs. 7, 10, 14 and 15 for each model from the twin that matches it best, as medians of the ratios of each
     round.
 
     The twins have one rank, and paths whose rate reads and writes share.
@@ -134,6 +134,9 @@ def _compared(record: dict[str, Any], original: Original) -> Iterator[Row]:
             value = refusal or (middle if high - low <= LARGEST_SPREAD * middle else noise)
             at = cells | {"series": series + original.ending}
             yield of_record(record, exhibit, metric.removesuffix("_max") + OF_TWIN, value, "x", **at)
+    splits = [first[0] / second[0] for first, second, *_ in arms[ARMS[OURS]]["paths"]]
+    at = cells | {"series": "NVMe:PFS, MLP-Offload, Eq. 1" + original.ending}
+    yield of_record(record, "mlpoffload-fig10", "split" + OF_TWIN, refusal or median(splits), "to 1", **at)
     for series in (ZERO, OURS):
         for name, said in PHASES.items():
             at = cells | {"series": series + original.ending, "x": ("phase", said)}
