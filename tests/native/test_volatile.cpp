@@ -184,6 +184,60 @@ TEST(cancelling_a_request_lets_the_next_in_line_go) {
   }
 }
 
+// `cancel` ends a waiting request in several steps, and the request before it may end between them. The threads that
+// list the tensors keep the engine's lock busy, so that there is time between the steps.
+TEST(a_waiting_request_that_is_cancelled_while_the_one_before_it_ends_is_not_started) {
+  Swap at(volatile_options("auto"), 1);
+  for (int other = 0; other < 300; ++other) {
+    (void)put(at.engine, "other tensor with a long name " + std::to_string(other), pattern(1, 1));
+  }
+  (void)put(at.engine, "t", pattern(4096, 1));
+  (void)at.engine.wait(-1);
+  std::atomic<bool> hold{false};
+  std::atomic<int> transfers{0};
+  at.calls.on_command = [&](AioCommand&) {
+    ++transfers;
+    while (hold) {
+      std::this_thread::yield();
+    }
+    return 0;
+  };
+  std::atomic<bool> done{false};
+  std::vector<std::thread> listers;
+  for (int lister = 0; lister < 2; ++lister) {
+    listers.emplace_back([&] {
+      while (!done) {
+        (void)at.engine.list();
+      }
+    });
+  }
+  for (int round = 0; round < 200; ++round) {
+    transfers = 0;
+    hold = true;
+    const std::uint64_t first = put(at.engine, "t", pattern(4096, 2));
+    std::vector<char> out(4096, 'x');
+    const std::uint64_t waiting = at.engine.read("t", out.data(), 4096, 0, 0);
+    while (transfers == 0) {
+      std::this_thread::yield();
+    }
+    hold = false;
+    for (int turn = 0; turn < round % 8; ++turn) {
+      (void)at.engine.pending();  // so that the end of the first one is at different steps
+    }
+    const bool cancelled = at.engine.cancel(waiting);
+    CHECK(!ended(at.engine, first).failure);
+    const RequestOutcome outcome = ended(at.engine, waiting);
+    CHECK(outcome.cancelled == cancelled && !outcome.failure);
+    CHECK(cancelled || transfers == 2);
+    CHECK(out == (transfers == 1 ? std::vector<char>(4096, 'x') : pattern(4096, 2)));
+  }
+  done = true;
+  for (std::thread& lister : listers) {
+    lister.join();
+  }
+  CHECK(at.engine.pending() == 0 && get(at.engine, "t") == pattern(4096, 2));
+}
+
 TEST(erasing_a_tensor_in_use_frees_its_space_only_at_the_end) {
   Swap at("auto");
   const std::int64_t before = at.store->space().free_bytes;

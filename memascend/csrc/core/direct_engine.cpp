@@ -338,10 +338,13 @@ bool DirectEngine::take_block(int worker, bool rather_write, std::shared_ptr<Req
       part = other.first < other.second ? &other : part;
     }
   }
-  block = part->first++;
-  if (left == 1) {
+  if (left <= 1) {
     ready.erase(ready.begin());
   }
+  if (left == 0) {  // cannot happen: what has no blocks to hand out is not in `ready_`
+    return false;
+  }
+  block = part->first++;
   request->started_ns = request->started_ns != 0 ? request->started_ns : monotonic_ns();
   out = request;
   return true;

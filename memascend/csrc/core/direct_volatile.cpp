@@ -121,7 +121,10 @@ void DirectEngine::leave_queue(Request& request, bool cancelled) {
   }
   const std::vector<std::uint64_t> next = tensor.queue.leave(request.id);
   for (const std::uint64_t id : next) {
-    make_ready(live_.at(id));
+    // A request that was cancelled while it waited has no blocks any more. `cancel` is about to end it.
+    if (const std::shared_ptr<Request>& waiting = live_.at(id); !waiting->cancelled) {
+      make_ready(waiting);
+    }
   }
   if (!next.empty()) {
     wake_workers();
