@@ -1,5 +1,11 @@
 // Volatile engines write in place, run requests on a key in order, and need no space beyond that of the tensors.
+#include <linux/fs.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
 #include <chrono>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -31,6 +37,55 @@ struct Swap {
 
 RequestOutcome read_into(DirectEngine& engine, const std::string& key, std::vector<char>& out) {
   return ended(engine, engine.read(key, out.data(), static_cast<std::int64_t>(out.size()), 0, 0));
+}
+
+// A file system that cannot allocate blocks without writing them. Records where the store writes after `watch`, except
+// to the superblocks, and has space up to the offset `end`.
+class CannotAllocate : public IoSyscalls {
+ public:
+  explicit CannotAllocate(int error) : error_(error) {}
+  void watch(std::int64_t end = std::numeric_limits<std::int64_t>::max()) {
+    lowest = std::numeric_limits<std::int64_t>::max();
+    end_ = end;
+  }
+  int fallocate(int, off_t, off_t) override {
+    errno = ++calls_ % 3 != 0 ? EINTR : error_;
+    return -1;
+  }
+  ssize_t pwrite(int fd, const void* data, std::size_t bytes, off_t offset) override {
+    if (offset >= 2 * kSectorBytes) {
+      lowest = std::min<std::int64_t>(lowest, offset);
+    }
+    if (offset + static_cast<off_t>(bytes) > end_) {
+      errno = ENOSPC;
+      return -1;
+    }
+    return IoSyscalls::pwrite(fd, data, bytes, offset);
+  }
+  std::int64_t lowest = 0;
+
+ private:
+  const int error_;
+  int calls_ = 0;
+  std::int64_t end_ = std::numeric_limits<std::int64_t>::max();
+};
+
+struct stat status_of(const std::string& path) {
+  struct stat status{};
+  (void)!::stat(path.c_str(), &status);
+  return status;
+}
+
+// Gives an empty file of ext4 the block map of ext3, which cannot be allocated in advance. Returns whether that is so.
+bool cannot_allocate(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  int flags = 0;
+  bool changed = ioctl(fd, FS_IOC_GETFLAGS, &flags) == 0;
+  flags &= ~FS_EXTENT_FL;
+  changed = changed && ioctl(fd, FS_IOC_SETFLAGS, &flags) == 0;
+  changed = changed && ::fallocate(fd, 0, 0, kSectorBytes) != 0 && errno == EOPNOTSUPP;
+  ::close(fd);
+  return changed;
 }
 
 }  // namespace
@@ -339,4 +394,58 @@ TEST(a_store_of_one_file_grows_while_it_is_used_and_stays_so) {
   CHECK(bench.open()->space().data_bytes >= 8000000);
   Bench two(2);
   CHECK(contains(message_of<Error>([&] { two.open()->grow(1 << 30, false); }), "one file"));
+}
+
+TEST(where_blocks_cannot_be_allocated_a_store_grows_by_writing_the_new_part_only) {
+  for (const int error : {EOPNOTSUPP, ENOSYS}) {
+    const Bench bench(1, (1 << 20) + (1 << 18));
+    CannotAllocate calls(error);
+    DirectEngine engine(bench.open(calls), volatile_options("auto"), calls);
+    Store& store = engine.store();
+    const std::int64_t before = store.space().data_bytes;
+    const std::int64_t old_end = store.devices()[0]->bytes();
+    (void)ended(engine, put(engine, "t", pattern(100000, 1)));
+    const std::int64_t old_blocks = status_of(bench.paths[0]).st_blocks;
+    calls.watch(old_end + (6 << 20));
+    CHECK(contains(message_of<StorageFailure>([&] { store.grow(before + 8000000, true); }), "grow of"));
+    CHECK(calls.lowest == old_end && status_of(bench.paths[0]).st_size == old_end);
+    CHECK(store.space().data_bytes == before);
+    calls.watch();
+    store.grow(before + 8000000, true);
+    CHECK(calls.lowest == old_end && status_of(bench.paths[0]).st_size == store.devices()[0]->bytes());
+    CHECK((status_of(bench.paths[0]).st_blocks - old_blocks) * 512 >= 8000000);
+    (void)ended(engine, put(engine, "u", pattern(7900000, 2)));
+    CHECK(get(engine, "u") == pattern(7900000, 2) && get(engine, "t") == pattern(100000, 1));
+  }
+}
+
+TEST(a_file_whose_blocks_cannot_be_allocated_grows_while_it_is_written) {
+  const Folder folder;
+  const std::string path = folder.file("device", 0);
+  if (!cannot_allocate(path)) {
+    return;  // not on ext4
+  }
+  (void)folder.file("device", (1 << 20) + (1 << 18));
+  FormatOptions format;
+  format.owner = "tests";
+  format.chunk_bytes = 4096;
+  format_store({path}, format);
+  StoreOptions options;
+  options.owner = "tests";
+  options.control_folder = folder.path();
+  DirectEngine engine(std::make_shared<Store>(std::vector<std::string>{path}, options), volatile_options("auto"));
+  (void)ended(engine, put(engine, "t", pattern(60000, 0)));
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    for (unsigned round = 1; !done; ++round) {
+      (void)ended(engine, put(engine, "t", pattern(60000, round % 5)));
+      CHECK(get(engine, "t") == pattern(60000, round % 5));
+    }
+  });
+  for (std::int64_t size = 1; size <= 8; ++size) {
+    engine.store().grow(size << 20, true);
+  }
+  done = true;
+  writer.join();
+  CHECK(engine.store().space().data_bytes >= 8 << 20 && status_of(path).st_blocks * 512 >= 7 << 20);
 }

@@ -16,6 +16,7 @@ namespace memascend {
 namespace {
 
 constexpr off_t kLockByte = off_t{1} << 60;  // far past any data; a locked byte does not have to exist
+constexpr std::int64_t kZeroBytes = 4 << 20;  // of one write that allocates blocks
 constexpr int kTries = 1000;                 // for one call that is interrupted or temporarily refused
 
 }  // namespace
@@ -144,12 +145,29 @@ void Device::write(const void* data, std::int64_t bytes, std::int64_t offset) co
 void Device::grow(std::int64_t bytes, bool allocate) {
   int error = 0;
   do {
-    error = allocate ? posix_fallocate(fd_, 0, bytes) : (ftruncate(fd_, bytes) == 0 ? 0 : errno);
+    error = (allocate ? calls_.fallocate(fd_, 0, bytes) : ftruncate(fd_, bytes)) == 0 ? 0 : errno;
   } while (error == EINTR);
-  if (error != 0) {
+  if (allocate && (error == EOPNOTSUPP || error == ENOSYS)) {
+    append_zeros(bytes);
+  } else if (error != 0) {
     throw StorageFailure("grow", path_, bytes_, bytes - bytes_, 0, error, std::strerror(error));
   }
   bytes_ = bytes;
+}
+
+// Allocates the blocks from the end of the file to `bytes` by writing them. posix_fallocate does it differently: it
+// reads a byte of every block of the range and writes it back. That fails with O_DIRECT, and in the old part of the
+// file it would undo transfers in flight.
+void Device::append_zeros(std::int64_t bytes) const {
+  const SectorBuffer zeros(std::min(bytes - bytes_, kZeroBytes));
+  try {
+    for (std::int64_t at = bytes_; at < bytes; at += zeros.bytes()) {
+      write(zeros.data(), std::min(zeros.bytes(), bytes - at), at);
+    }
+  } catch (const StorageFailure& failure) {
+    (void)!ftruncate(fd_, bytes_);  // gives back what was allocated
+    throw StorageFailure("grow", path_, bytes_, bytes - bytes_, 0, failure.error, failure.reason);
+  }
 }
 
 void Device::flush() const {

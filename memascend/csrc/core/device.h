@@ -73,8 +73,9 @@ class Device {
   // Throw StorageFailure.
   void read(void* data, std::int64_t bytes, std::int64_t offset) const;
   void write(const void* data, std::int64_t bytes, std::int64_t offset) const;
-  // Makes the file longer. Its new blocks are allocated now (`allocate`) or with the first write. Throws
-  // StorageFailure.
+  // Makes the file longer. Its new blocks are allocated now (`allocate`), together with those that the file lacks so
+  // far if the file system can allocate without writing, or with the first write. Neither the contents of the file nor
+  // transfers in flight are affected. Throws StorageFailure.
   void grow(std::int64_t bytes, bool allocate);
   void flush() const;  // afterwards everything written so far survives a power cut; throws StorageFailure
 
@@ -85,6 +86,7 @@ class Device {
 
  private:
   void open(int access, bool require_direct);
+  void append_zeros(std::int64_t bytes) const;
   [[noreturn]] void throw_failure(const char* op, ssize_t result, std::int64_t offset, std::int64_t bytes,
                                   std::int64_t done) const;
   [[nodiscard]] bool lock(short type) const;

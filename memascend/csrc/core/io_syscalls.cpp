@@ -18,6 +18,7 @@ ssize_t IoSyscalls::pread(int fd, void* data, std::size_t bytes, off_t offset) {
 ssize_t IoSyscalls::pwrite(int fd, const void* data, std::size_t bytes, off_t offset) {
   return ::pwrite(fd, data, bytes, offset);
 }
+int IoSyscalls::fallocate(int fd, off_t offset, off_t bytes) { return ::fallocate(fd, 0, offset, bytes); }
 int IoSyscalls::fdatasync(int fd) { return ::fdatasync(fd); }
 int IoSyscalls::prepare(AioCommand&) { return 0; }
 int IoSyscalls::complete(std::uint64_t, int result) { return result; }

@@ -43,6 +43,9 @@ class IoSyscalls {
   virtual DirectLimits direct_limits(int fd);
   virtual ssize_t pread(int fd, void* data, std::size_t bytes, off_t offset);
   virtual ssize_t pwrite(int fd, const void* data, std::size_t bytes, off_t offset);
+  // Allocates blocks of a file, which becomes longer if the range ends past its end. Unlike posix_fallocate, it fails
+  // with EOPNOTSUPP if the file system cannot.
+  virtual int fallocate(int fd, off_t offset, off_t bytes);
   virtual int fdatasync(int fd);
 
   // Called before a command goes to the kernel; may shorten it. If the result is not 0 (a negative errno), the command
