@@ -216,24 +216,34 @@ def _shape(record: dict[str, Any]) -> str:
 def _verify(options: argparse.Namespace) -> str:
     """Verify all tensors of a store. Damaged ones are erased with `--repair`, and raise ValueError without it."""
     store = _open(options)
-    problems = {key: store.verify(key) for key, _ in store.list()}
-    damaged = {key: problem for key, problem in problems.items() if problem}
-    unchecked = [key for key, record in store.list() if record["checksum"] is None and record["bytes"]]
-    if damaged and options.repair:
-        for key in damaged:
-            store.erase(key)
-        store.commit()
+    verified = {key: store.verify(key) for key, _ in store.list()}
+    # The others were erased since they were listed.
+    found = {key: (record, problem) for key, (record, problem) in verified.items() if record}
+    damaged = {key: problem for key, (_, problem) in found.items() if problem}
+    unchecked = [key for key, (record, _) in found.items() if record["checksum"] is None and record["bytes"]]
     if damaged and not options.repair:
         first, problem = next(iter(damaged.items()))
         raise ValueError(
-            f"{len(damaged)} of {len(problems)} tensors are damaged: {', '.join(damaged)} ({first}: {problem}): write "
+            f"{len(damaged)} of {len(found)} tensors are damaged: {', '.join(damaged)} ({first}: {problem}): write "
             "them again, or erase them with --repair"
         )
+    replaced = _erase_versions(store, {key: found[key][0]["generation"] for key in damaged})
+    erased = {key: problem for key, problem in damaged.items() if key not in replaced}
     if options.json:
-        return json.dumps({"tensors": len(problems), "erased": damaged, "without_checksum": unchecked}, indent=2)
-    erased = f", {len(damaged)} damaged ones erased: {', '.join(damaged)}" if damaged else ""
-    unsure = f", {len(unchecked)} without a checksum" if unchecked else ""
-    return f"{len(problems) - len(damaged)} tensors are whole{unsure}{erased}"
+        report = {"tensors": len(found), "erased": erased, "replaced": replaced, "without_checksum": unchecked}
+        return json.dumps(report, indent=2)
+    notes = f", {len(unchecked)} without a checksum" if unchecked else ""
+    notes += f", {len(erased)} damaged ones erased: {', '.join(erased)}" if erased else ""
+    notes += f", {len(replaced)} damaged ones written again meanwhile: {', '.join(replaced)}" if replaced else ""
+    return f"{len(found) - len(damaged)} tensors are whole{notes}"
+
+
+def _erase_versions(store: Any, generations: dict[str, int]) -> list[str]:
+    """Erase these versions of tensors. Return the keys under which another process has written a newer one."""
+    for key, generation in generations.items():
+        store.erase(key, generation)
+    store.commit()
+    return [key for key in generations if store.find(key) is not None]
 
 
 def _collect(options: argparse.Namespace) -> str:

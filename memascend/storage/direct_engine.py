@@ -305,7 +305,8 @@ class DirectEngine(StorageEngine):
         """Read tensors from the devices and return the problem of each damaged one by key; empty if all are intact."""
         names = [key for key, _ in self.items()] if keys is None else list(keys)
         checked = ((key, self._native.verify(key)) for key in names)
-        return {key: problem for key, problem in checked if problem}
+        # A listed tensor that another process has erased by now is not damaged.
+        return {key: problem for key, problem in checked if problem and (keys is not None or key in self)}
 
     def register_buffer(self, tensor: torch.Tensor) -> bool:
         """Register the tensor's memory with the io_uring rings, so that transfers need no page look-up.

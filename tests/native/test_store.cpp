@@ -325,6 +325,75 @@ TEST(two_users_see_each_others_commits_and_share_the_space) {
   CHECK(contents(*one) == both && contents(*two) == both);
 }
 
+TEST(a_tensor_that_another_process_replaces_while_it_is_verified_is_not_damaged) {
+  const Bench bench;
+  FaultyCalls calls;
+  const std::shared_ptr<Store> one = bench.open(calls);
+  const std::shared_ptr<Store> two = bench.open();
+  DirectEngine engine(two, options_for("auto"));
+  std::function<void()> before_read;
+  calls.on_pread = [&](int, std::size_t&) {
+    if (const auto act = std::exchange(before_read, nullptr)) {
+      act();
+    }
+    return false;
+  };
+  const auto spoil = [&](const TensorRecord& record) {
+    const SectorBuffer noise(4096);
+    two->devices()[0]->write(noise.data(), 4096, record.extents[0].offset);
+  };
+  write_tensor(engine, "t", pattern(30000, 1));
+  (void)two->commit();
+  const RecordPointer old = one->find("t");
+  before_read = [&] {
+    write_tensor(engine, "t", pattern(30000, 2));
+    (void)two->commit();
+    spoil(*old);  // its space is free now, and may be reused
+  };
+  const Verified replaced = one->verify("t");
+  CHECK(replaced.problem.empty() && replaced.record && replaced.record->generation == two->find("t")->generation);
+  const RecordPointer now = one->find("t");
+  before_read = [&] {
+    CHECK(two->erase("t"));
+    (void)two->commit();
+    spoil(*now);
+  };
+  CHECK(!one->verify("t").record);
+  write_tensor(engine, "t", pattern(30000, 3));
+  (void)two->commit();
+  spoil(*two->find("t"));
+  const Verified damaged = one->verify("t");
+  CHECK(contains(damaged.problem, "checksum") && damaged.record->generation == two->find("t")->generation);
+}
+
+TEST(erasing_one_version_keeps_the_one_that_another_process_has_committed_since) {
+  const Bench bench;
+  const std::shared_ptr<Store> one = bench.open();
+  const std::shared_ptr<Store> two = bench.open();
+  DirectEngine engine(two, options_for("auto"));
+  const auto replace = [&](unsigned seed) {
+    write_tensor(engine, "t", pattern(30000, seed));
+    (void)two->commit();
+  };
+  replace(1);
+  const std::uint64_t first = one->find("t")->generation;
+  replace(2);
+  CHECK(!one->erase("t", first) && one->uncommitted() == 0);
+  const std::uint64_t second = one->find("t")->generation;
+  CHECK(one->erase("t", second) && !one->find("t"));
+  replace(3);  // before the erasure is committed
+  CHECK(one->commit() == 0);
+  CHECK(contents(*one) == (State{{"t", pattern(30000, 3)}}) && contents(*two) == contents(*one));
+  CHECK(one->erase("t", one->find("t")->generation) && one->commit() == 1);
+  CHECK(contents(*one).empty() && contents(*two).empty());
+  const std::int64_t free = one->space().free_bytes;
+  DirectEngine own(one, options_for("auto"));
+  write_tensor(own, "t", pattern(30000, 4));
+  CHECK(one->erase("t", one->find("t")->generation));  // its own version, which was never committed
+  (void)one->commit();
+  CHECK(contents(*two).empty() && one->space().free_bytes == free);
+}
+
 #if !UNDER_SANITIZER
 TEST(what_a_killed_process_held_is_given_back) {
   const Bench bench(1, 4 << 20);

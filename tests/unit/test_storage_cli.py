@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memascend.cli import main
+from memascend.storage import commands
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig
 
 
@@ -61,6 +62,53 @@ def test_damage_is_named_and_repaired_on_request(store, tmp_path, capsys):
     assert "1 of 2 tensors are damaged: w" in err
     assert "1 damaged ones erased: w" in run(capsys, "verify", *store, *folder, "--repair")[1]
     assert run(capsys, "verify", *store, *folder)[1] == "1 tensors are whole"
+
+
+class Meanwhile:
+    """A store that calls `act` once, before the first use of its method `name`."""
+
+    def __init__(self, store, name, act):
+        self._store, self._name, self._act = store, name, act
+
+    def __getattr__(self, name):
+        if name == self._name and self._act:
+            act, self._act = self._act, None
+            act()
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("step", ["erase", "commit"])
+def test_repair_keeps_a_tensor_that_its_writer_replaces_meanwhile(store, tmp_path, capsys, monkeypatch, step):
+    with DirectEngine(store, "run 1", DirectEngineConfig(control_folder=str(tmp_path))) as engine:
+
+        def replace():
+            engine.write("w", torch.full((7, 3), 2.0))
+            engine.wait()
+            engine.commit()
+
+        device, offset, _ = engine.info("w").extents[0]
+        with open(engine.paths[device], "r+b") as file:
+            file.seek(offset)
+            file.write(b"damage")
+        opened = commands._open
+        monkeypatch.setattr(commands, "_open", lambda options: Meanwhile(opened(options), step, replace))
+        status, out, _ = run(capsys, "verify", *store, "--control-folder", tmp_path, "--repair")
+        assert status == 0
+        assert out == "1 tensors are whole, 1 damaged ones written again meanwhile: w"
+        assert bool((engine.read_new("w") == 2).all())
+        assert engine.verify() == {}
+
+
+def test_verify_leaves_out_a_tensor_that_is_erased_meanwhile(store, tmp_path, capsys, monkeypatch):
+    with DirectEngine(store, "run 1", DirectEngineConfig(control_folder=str(tmp_path))) as engine:
+
+        def erase():
+            engine.erase("w")
+            engine.commit()
+
+        opened = commands._open
+        monkeypatch.setattr(commands, "_open", lambda options: Meanwhile(opened(options), "verify", erase))
+        assert run(capsys, "verify", *store, "--control-folder", tmp_path)[:2] == (0, "1 tensors are whole")
 
 
 def test_format_creates_no_file_without_confirmation(tmp_path, capsys):

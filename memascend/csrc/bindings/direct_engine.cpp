@@ -95,10 +95,6 @@ py::object find_record(Index& index, const std::string& key) {
   return as_object(record);
 }
 
-std::string verify_record(Store& store, const RecordPointer& record) {
-  return record ? store.verify(*record) : "no such tensor";
-}
-
 void bind_store(py::module_& module) {
   py::class_<Store, std::shared_ptr<Store>>(module, "Store")
       .def(py::init(&open_store), py::arg("paths"), py::arg("owner"), py::arg("control_folder"),
@@ -107,12 +103,19 @@ void bind_store(py::module_& module) {
       .def("find", &find_record<Store>)
       .def("list", &list_records<Store>)
       .def("grow", &Store::grow, py::arg("data_bytes"), py::arg("allocate"), NoGil())
-      .def("erase", &Store::erase, NoGil())
+      .def("erase", &Store::erase, py::arg("key"), py::arg("generation") = py::none(), NoGil())
       .def("commit", &Store::commit, NoGil())
       .def("uncommitted", &Store::uncommitted)
       .def("collect", &Store::collect, NoGil())
-      .def(
-          "verify", [](Store& self, const std::string& key) { return verify_record(self, self.find(key)); }, NoGil())
+      .def("verify",
+           [](Store& self, const std::string& key) {
+             Verified found;
+             {
+               const ReleasedGil no_gil;
+               found = self.verify(key);
+             }
+             return py::make_tuple(as_object(found.record), found.problem);
+           })
       .def("space", [](Store& self) { return as_dict(self.space()); })
       .def("superblock", [](const Store& self, std::size_t member) { return as_dict(self.superblock(member)); })
       .def("paths", [](const Store& self) {
@@ -228,7 +231,9 @@ void bind_direct_engine(py::module_& module) {
       .def("erase", &DirectEngine::erase, NoGil())
       .def(
           "verify",
-          [](DirectEngine& self, const std::string& key) { return verify_record(self.store(), self.find(key)); },
+          [](DirectEngine& self, const std::string& key) {
+            return self.store().verify(key, [&] { return self.find(key); }).problem;
+          },
           NoGil())
       .def("read", &direct_read)
       .def("register_buffer",

@@ -14,6 +14,7 @@ namespace memascend {
 namespace {
 
 constexpr std::int64_t kVerifyBytes = 4 << 20;
+constexpr int kVerifyTries = 100;  // for a tensor that is overwritten while it is read
 
 StorageFailure damage(const std::string& device, std::int64_t offset, const std::string& what) {
   return {
@@ -326,15 +327,20 @@ bool Store::install(const std::string& key, TensorRecord record, const Reservati
   return installed;
 }
 
-bool Store::erase(const std::string& key) {
-  if (!find(key)) {
-    return false;
-  }
+bool Store::erase(const std::string& key, std::optional<std::uint64_t> generation) {
+  (void)find(key);  // catches up
   Reservation outdated;
   {
     std::lock_guard<std::mutex> guard(mutex_);
+    const RecordPointer now = current(key);
+    if (!now || (generation && now->generation != *generation)) {
+      return false;
+    }
     Change change;
     change.generation = control_->next_generation();
+    if (!pending_.contains(key)) {  // else the version is this process's own, which was to replace the committed one
+      change.only = generation;
+    }
     newest_[key] = change.generation;
     outdated = std::exchange(pending_[key], std::move(change)).reservation;
   }
@@ -350,6 +356,10 @@ RecordPointer Store::find(const std::string& key) {
     catch_up();
   }
   std::lock_guard<std::mutex> guard(mutex_);
+  return current(key);
+}
+
+RecordPointer Store::current(const std::string& key) const {
   if (const Change* change = find_change(key)) {
     return change->record;
   }
@@ -398,6 +408,27 @@ std::string Store::verify(const TensorRecord& record) {
     return "checksum " + std::to_string(sum) + " where the index has " + std::to_string(*record.checksum);
   }
   return "";
+}
+
+Verified Store::verify(const std::string& key) {
+  return verify(key, [&] { return find(key); });
+}
+
+Verified Store::verify(const std::string& key, const std::function<RecordPointer()>& find) {
+  RecordPointer record = find();
+  for (int tries = 0; record && tries < kVerifyTries; ++tries) {
+    std::string problem = verify(*record);
+    RecordPointer now = problem.empty() ? record : find();
+    if (now && now->generation == record->generation) {
+      return {std::move(record), std::move(problem)};
+    }
+    record = std::move(now);
+  }
+  if (record) {
+    throw StorageFailure("verify", devices_[0]->path(), 0, record->bytes, 0, 0,
+                         "'" + key + "' is written faster than it can be read: verify it when its writer has ended");
+  }
+  return {nullptr, "no such tensor"};
 }
 
 StoreSpace Store::space() {

@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -84,6 +85,11 @@ struct StoreOptions {
   bool require_direct = false;          // refuse a file system that refuses O_DIRECT
 };
 
+struct Verified {
+  RecordPointer record;  // null: there is no such tensor, or not any more
+  std::string problem;   // empty if the data is intact
+};
+
 struct StoreSpace {
   std::int64_t data_bytes = 0;
   std::int64_t free_bytes = 0;
@@ -112,8 +118,9 @@ class Store {
   // Makes a record visible in this process, after its data has been written. Returns false, and frees the space, if
   // a later write was installed first or the tensor has been erased since.
   bool install(const std::string& key, TensorRecord record, const Reservation& reservation);
-  // Returns false if there is no such tensor.
-  bool erase(const std::string& key);
+  // Returns false if there is no such tensor. If a `generation` is given, only that version is erased: with another one
+  // it returns false, and if another process commits a newer one before `commit`, the newer one is kept.
+  bool erase(const std::string& key, std::optional<std::uint64_t> generation = std::nullopt);
 
   [[nodiscard]] RecordPointer find(const std::string& key);
   [[nodiscard]] std::vector<std::pair<std::string, RecordPointer>> list();
@@ -136,6 +143,10 @@ class Store {
   // Reads the data of a record. Returns what is wrong, or an empty string if the data is intact; a record without a
   // checksum counts as intact if it can be read.
   [[nodiscard]] std::string verify(const TensorRecord& record);
+  // Verifies the current version of a tensor: if another one has replaced it while it was read, so that its space may
+  // have been reused, that one is verified instead. Throws StorageFailure if that happens too often.
+  [[nodiscard]] Verified verify(const std::string& key);
+  [[nodiscard]] Verified verify(const std::string& key, const std::function<RecordPointer()>& find);
 
   [[nodiscard]] const std::vector<std::unique_ptr<Device>>& devices() const noexcept { return devices_; }
   [[nodiscard]] const Superblock& superblock(std::size_t member) const { return superblocks_[member]; }
@@ -147,6 +158,7 @@ class Store {
     RecordPointer record;  // null: erased
     Reservation reservation;
     std::uint64_t generation = 0;
+    std::optional<std::uint64_t> only;  // for an erasure: of the one committed version that it concerns
   };
   using Changes = std::map<std::string, Change>;
   class ControlLock;
@@ -165,6 +177,7 @@ class Store {
   void compact(const Changes& changes);
   void unwrite(std::int64_t offset) const noexcept;
   void apply(Changes& changes);
+  void drop_outdated_erasures();
   void require_sound() const;
   [[noreturn]] void throw_no_space(std::int64_t bytes) const;
   [[nodiscard]] std::string encode(const Changes& changes) const;
@@ -173,6 +186,7 @@ class Store {
   [[nodiscard]] std::int64_t half_offset(std::uint32_t half) const;
   [[nodiscard]] bool is_place(const Extent& extent) const;
   [[nodiscard]] const Change* find_change(const std::string& key) const;
+  [[nodiscard]] RecordPointer current(const std::string& key) const;  // with mutex_
 
   const StoreOptions options_;
   IoSyscalls& calls_;

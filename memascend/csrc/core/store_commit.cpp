@@ -126,6 +126,17 @@ void Store::apply(Changes& changes) {
   seen_sequence_.store(seen_.sequence, std::memory_order_release);
 }
 
+// Drops the erasures of versions that another process has replaced or erased. Needs the control's lock, so that no
+// other process can commit between this and the batch.
+void Store::drop_outdated_erasures() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  std::erase_if(committing_, [&](const auto& each) {
+    const auto& [key, change] = each;
+    const auto found = committed_.find(key);
+    return change.only && (found == committed_.end() || found->second->generation != *change.only);
+  });
+}
+
 std::int64_t Store::commit() {
   std::lock_guard<std::mutex> one_at_a_time(commit_mutex_);
   std::int64_t count = 0;
@@ -135,7 +146,6 @@ std::int64_t Store::commit() {
       return 0;
     }
     committing_ = std::exchange(pending_, {});
-    count = static_cast<std::int64_t>(committing_.size());
   }
   bool on_device = false;
   try {
@@ -148,6 +158,11 @@ std::int64_t Store::commit() {
     const ControlLock lock(*this);
     require_sound();
     catch_up();
+    drop_outdated_erasures();
+    count = static_cast<std::int64_t>(committing_.size());
+    if (count == 0) {
+      return 0;
+    }
     try {
       write_batch(committing_);
     } catch (const StorageFailure& failure) {
