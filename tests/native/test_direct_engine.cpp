@@ -416,6 +416,44 @@ TEST(completions_are_seen_without_blocking) {
   }
 }
 
+// Otherwise new work would wait for the next completion of a device.
+TEST(after_a_call_that_failed_outright_a_blocked_ring_can_still_be_woken) {
+  if (backends().size() < 2) {
+    return;  // io_uring is not available
+  }
+  int pipe_fds[2];
+  CHECK(pipe(pipe_fds) == 0);
+  FaultyCalls calls;
+  bool broken = true;
+  calls.on_raw = [&](long number, long& count) {
+    errno = EBADF;
+    return number == __NR_io_uring_enter && count > 0 && broken;
+  };
+  SectorBuffer memory(4096);
+  {
+    const auto ring = make_backend(AioKind::kUring, 4, {pipe_fds[0]}, calls);
+    AioEvent event;
+    ring->queue({false, 0, -1, memory.data(), 4096, 0, 1});
+    CHECK(ring->run(&event, 1, false) == 1 && event.token == 1 && event.result == -EBADF);
+    broken = false;
+    ring->queue({false, 0, -1, memory.data(), 4096, 0, 2});  // in flight until something is written to the pipe
+    CHECK(ring->run(&event, 1, false) == 0);
+    ring->wake();
+    std::atomic<bool> woken{false};
+    std::thread rescue([&] {  // ends a `run` that is not woken
+      for (int tries = 0; tries < 5000 && !woken; ++tries) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      CHECK(::write(pipe_fds[1], "x", 1) == 1);
+    });
+    CHECK(ring->run(&event, 1, true) == 0);
+    woken = true;
+    rescue.join();
+  }
+  ::close(pipe_fds[0]);
+  ::close(pipe_fds[1]);
+}
+
 TEST(memory_is_aligned_as_the_device_demands) {
   for (const std::string& backend : backends()) {
     for (const std::uint32_t alignment : {512u, 1024u, 4096u}) {

@@ -242,16 +242,23 @@ class Uring final : public AioBackend {
     return (flags & (IORING_SQ_CQ_OVERFLOW | kSqTaskrun)) != 0;
   }
 
-  // Fails the queued commands. The kernel has not looked at them yet, so they can be taken back.
+  // Fails the queued commands. The kernel has not looked at them yet, so they can be taken back. If the wake-up poll is
+  // among them, it is queued again, since a blocked `run` would otherwise miss `wake`.
   void fail_queued(int error) {
     const std::uint32_t head = std::atomic_ref<std::uint32_t>(*sq_head_).load(std::memory_order_acquire);
+    bool wake_queued = false;
     for (std::uint32_t at = head; at != *sq_tail_; ++at) {
       const std::uint64_t token = sqes_[at & sq_mask_].user_data;
-      if (token != kWakeToken) {
+      if (token == kWakeToken) {
+        wake_queued = true;
+      } else {
         ready_.push_back({token, error});
       }
     }
     std::atomic_ref<std::uint32_t>(*sq_tail_).store(head, std::memory_order_release);
+    if (wake_queued) {
+      arm_wake();
+    }
   }
 
   int take_ready(AioEvent* events, int capacity) {
