@@ -82,7 +82,8 @@ def reference_of(config: TrainConfig, reference: str | None) -> TrainConfig:
         )
     arms = {update: arm for arm, update in UPDATES.items()}
     arm = arms[_update(config)] if name == IN_MEMORY else None
-    theirs = dataclasses.replace(config, system=name, arm=arm, nvme=None, devices=[], host_memory=None)
+    nowhere: dict[str, Any] = {"nvme": None, "devices": [], "tiers": [], "write_budget": None}
+    theirs = dataclasses.replace(config, system=name, arm=arm, host_memory=None, trace=None, **nowhere)
     if name == IN_MEMORY:
         on_the_ssd = ("state_versions", "accumulation", "checkpoints")  # these do not affect the results
         theirs = dataclasses.replace(theirs, **{key: getattr(TrainConfig, key) for key in on_the_ssd})

@@ -11,7 +11,7 @@ from memascend.cli import main
 from memascend.storage.tensor_file import TensorFileWriter, TensorLayout
 from memascend.training import checkpoint, verify
 from memascend.training.compare import Saved, difference, differences
-from memascend.training.config import TrainConfig
+from memascend.training.config import TrainConfig, complete
 from memascend.training.folder import RunFolder
 
 CONFIG = TrainConfig(model="m", data=["d"], steps=2, random_weights=True)
@@ -135,6 +135,16 @@ def test_runs_of_different_models_are_refused(tmp_path):
 def test_reference_uses_the_adamw_of_the_tested_run(changes, system, arm):
     found = verify.reference_of(dataclasses.replace(CONFIG, **changes), None)
     assert (found.system, found.arm) == (system, arm)
+
+
+@pytest.mark.parametrize("reference", verify.REFERENCES)
+def test_reference_has_neither_the_places_nor_the_trace_of_the_tested_run(tmp_path, reference):
+    places = {"tiers": [str(tmp_path / "a"), str(tmp_path / "b")], "write_budget": "1TB"}
+    config = dataclasses.replace(CONFIG, trace=str(tmp_path / "trace.json"), host_memory="1GiB", **places)
+    found = verify.reference_of(config, reference)
+    fields = ("nvme", "devices", "tiers", "write_budget", "host_memory", "trace")
+    assert [getattr(found, name) for name in fields] == [getattr(CONFIG, name) for name in fields]
+    assert complete(found.as_dict()) == found
 
 
 def test_impossible_reference_is_refused():
