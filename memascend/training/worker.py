@@ -91,7 +91,8 @@ class Worker:
             for note in backend.notes():
                 print(note, file=self.out, flush=True)
         self.backend = backend(self.config, self.job["settings"], Ledger(self._budget()))
-        self._begin()
+        if not self._begin():
+            return NOTHING_TO_DO
         self.saves_meanwhile = self.config.saves_meanwhile and hasattr(self.backend, "save_meanwhile")
         self._open_data()
         if self.config.trace:
@@ -138,10 +139,17 @@ class Worker:
         limit = self.config.host_memory
         return HostBudget.of_machine(limit, self.ranks) if limit else None
 
-    def _begin(self) -> None:
-        """Start from scratch, or resume from the newest checkpoint or the backend's kept states, whichever is later."""
+    def _begin(self) -> bool:
+        """Start from scratch, or resume from the newest checkpoint or the backend's kept states, whichever is later.
+
+        Return False, after saying so and with the states untouched, if the kept states are past the last step.
+        """
         source = self._restore_point()
         kept = self._kept_step(source)
+        if kept is not None and kept > self.steps:
+            if self.rank == 0:
+                print(_nothing_to_do(kept, self.steps), file=self.out, flush=True)
+            return False
         if kept is not None and kept >= (source.step if source else 1):
             self._go_on(source)
         else:
@@ -161,6 +169,7 @@ class Worker:
             if missing := self.step - sum(row["kind"] == "step" for row in read_metrics(self.folder.metrics)):
                 lacks = f"{self.folder.metrics} has no rows for {missing} of {self.step} steps"
                 print(f"note: {lacks}: the report leaves them out", file=self.out, flush=True)
+        return True
 
     def _saved(self) -> list[checkpoint.Checkpoint]:
         """Return the checkpoints that contain at least what --checkpoints asks for."""
@@ -244,12 +253,8 @@ class Worker:
     # -- training ------------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
-        config = self.config
-        done = self.step > self.steps or (self.step == self.steps and self._has_evaluated())
-        if done and config.checkpoints == "none":
-            self.progress.say(f"nothing to do: the states are at step {self.step} of {self.steps}; raise --steps")
-            if self.step > self.steps:
-                return NOTHING_TO_DO
+        if self.step == self.steps and self._has_evaluated() and self.config.checkpoints == "none":
+            self.progress.say(_nothing_to_do(self.step, self.steps))
         if self.step and self._after_step(False):  # evaluation and checkpoint that a kill or a stop interrupted
             return STOPPED
         while self.step < self.steps:
@@ -471,6 +476,10 @@ class Worker:
             self.progress.say(
                 f"done: weights for from_pretrained in {self.folder.model}, report in {root / 'report.md'}"
             )
+
+
+def _nothing_to_do(step: int, steps: int) -> str:
+    return f"nothing to do: the states are at step {step} of {steps}; raise --steps"
 
 
 def main() -> int:

@@ -1,5 +1,8 @@
 """A step that a tier has kept, in a run that was killed before the checkpoint that was due after it."""
 
+import io
+from types import SimpleNamespace
+
 import pytest
 
 from memascend.training.config import TrainConfig
@@ -35,3 +38,13 @@ def test_due_checkpoint_is_saved_before_training_continues(kept, saved, every, e
     run.backend, run._one_step = Backend(), step
     assert run._train() == FINISHED
     assert written == expected
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "weights", "none"])
+def test_states_past_the_last_step_are_left_alone(checkpoints):
+    run = Worker.__new__(Worker)
+    run.config = TrainConfig(model="m", data=["d"], checkpoints=checkpoints)
+    run.job, run.rank, run.out, run.steps = {"checkpoint": None}, 0, io.StringIO(), 55
+    run.backend = SimpleNamespace(kept_step=lambda: 60)  # nothing else is called
+    assert not run._begin()
+    assert run.out.getvalue() == "nothing to do: the states are at step 60 of 55; raise --steps\n"
