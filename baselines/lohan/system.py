@@ -150,7 +150,7 @@ class LoHan(PlannedSystem):
 
     def trainer(self, config: TrainConfig, prepared: dict[str, Any], run_id: str, swap: str) -> Setup:
         """Return the streaming backend's set-up; the states are outside the swap files, so they survive a kill."""
-        folder = _states_folder(config)
+        folder = self.states_folder(config)
         arm = config.arm or next(iter(_ARMS))
         settings: dict[str, Any] = {"folder": str(folder), "arm": "optimized" if arm in SWAPPING_ARMS else arm}
         settings["versions"] = {"auto": None, "two": VERSIONS}.get(config.state_versions, 1)
@@ -162,21 +162,21 @@ class LoHan(PlannedSystem):
             settings["swap_room"] = _activation_bytes(config, prepared)
         return Setup(backend=STREAMING, settings=settings, swaps=False)
 
+    @staticmethod
+    def states_folder(config: TrainConfig) -> Path:
+        """Return the folder of the run's states. Its name is unique among runs that share a drive.
 
-def _states_folder(config: TrainConfig) -> Path:
-    """Return the folder of the run's states. Its name is unique among runs that share a drive.
-
-    A run that was moved with its states, or is named by a link, finds them.
-    """
-    run = config.output_folder
-    parent = Path(config.nvme).absolute() if config.nvme else run
-    named = [
-        parent / f"memascend-states-{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-        for path in (run, run.resolve())
-    ]
-    inside = [] if config.nvme else sorted(run.glob("memascend-states-*"))
-    moved = inside if len(inside) == 1 else []
-    return next((folder for folder in [*named, *moved] if folder.exists()), named[0])
+        A run that was moved with its states, or is named by a link, finds them.
+        """
+        run = config.output_folder
+        parent = Path(config.nvme).absolute() if config.nvme else run
+        named = [
+            parent / f"memascend-states-{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+            for path in (run, run.resolve())
+        ]
+        inside = [] if config.nvme else sorted(run.glob("memascend-states-*"))
+        moved = inside if len(inside) == 1 else []
+        return next((folder for folder in [*named, *moved] if folder.exists()), named[0])
 
 
 def _activation_bytes(config: TrainConfig, prepared: dict[str, Any]) -> int:

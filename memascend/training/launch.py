@@ -21,7 +21,7 @@ from typing import Any
 from memascend.storage.atomic_write import write_atomically
 from memascend.storage.folders import swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
-from memascend.training import backends, checkpoint, preflight, processes, systems
+from memascend.training import backends, checkpoint, left_states, preflight, processes, systems
 from memascend.training import config as configs
 from memascend.training.children import Stopping, Stuck, ends_of, kill, last_line, say, start_rank, stuck, wait
 from memascend.training.config import TrainConfig
@@ -93,7 +93,7 @@ def launch(
             go_on = "" if dry_run or temporary else f"; to continue: memascend train --output {folder.root} --resume"
             say(f"stopped before training began{go_on}")
             if dry_run and not resume:
-                _discard(folder)
+                _discard(folder, None)
             return stopping.status
         with _composed(config, folder, prepared, setup_of) as job:
             job["temporary"] = temporary
@@ -166,23 +166,29 @@ def _opened(
 ) -> Iterator[tuple[TrainConfig, Lock]]:
     """Lock the run's folder, save the configuration in it, and yield both the configuration and the lock.
 
-    A new run that fails before the first step leaves nothing but logs that say why. If a --resume makes no step, the
-    previous configuration is restored.
+    A new run that fails before the first step leaves nothing but logs that say why, unless its processes could not be
+    ended. If a --resume makes no step, the previous configuration is restored.
     """
     with folder.held(resume=resume) as lock:
         before, made = folder.config.read_text(encoding="utf-8") if resume else "", _steps_made(folder)
+        states: Path | None = None  # folder for the states of a new run, once it is known to be empty
         try:
             _take_over(lock)
+            saved = configs.read_config(folder.config) if resume else {}
             if resume:
-                config = configs.resumed(configs.read_config(folder.config), wanted)
+                config = configs.resumed(saved, wanted)
                 if config.output_folder != folder.root:  # the run's folder was moved or copied
                     config = dataclasses.replace(config, output=str(folder.root))
             systems.check(config)
+            if resume:
+                left_states.require_found(config, saved.get("nvme"), folder)
+            else:
+                states = left_states.place_of_new(config)
             save_config(folder, config)
             yield config, lock
-        except BaseException:
-            if not resume and not _has_trained(folder):
-                _discard(folder)
+        except BaseException as error:
+            if not resume and not _has_trained(folder) and not isinstance(error, Stuck):
+                _discard(folder, states)
             elif resume and _steps_made(folder) == made:
                 write_atomically(folder.config, before)
             raise
@@ -199,9 +205,10 @@ def _has_trained(folder: RunFolder) -> bool:
     return bool(trained or checkpoint.listed(folder.checkpoints)[0])
 
 
-def _discard(folder: RunFolder) -> None:
-    """Remove what a refused call wrote, so that it does not block the corrected command."""
-    for path in (folder.data, folder.tokenizer, folder.partial_text):
+def _discard(folder: RunFolder, states: Path | None) -> None:
+    """Remove what a failed call wrote, so that it does not block the corrected command. `states`: the folder in which
+    it kept states, if any."""
+    for path in (folder.data, folder.tokenizer, folder.partial_text, *([states] if states is not None else [])):
         shutil.rmtree(path, ignore_errors=True)
     for path in (folder.config, folder.prepared, folder.text, folder.metrics):
         path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from memascend import systems
@@ -18,6 +19,15 @@ def setup(config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Setu
     """Return the backend setup for a checked `config`. `swap`: the folder for swap files, if the setup uses one."""
     setup: Setup = systems.load(config.system, config.arm).trainer(config, prepared, run_id, swap)
     return setup
+
+
+def states_folder(config: Any) -> Path | None:
+    """Return the folder of the states that outlive a kill of the run; None if its system keeps none."""
+    system = systems.load(config.system, config.arm)
+    if not hasattr(system, "states_folder"):
+        return None
+    folder: Path = system.states_folder(config)
+    return folder
 
 
 def with_defaults(wanted: Mapping[str, Any]) -> dict[str, Any]:
