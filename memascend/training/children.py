@@ -57,12 +57,19 @@ class Stopping:
         self.children: list[subprocess.Popen[bytes]] = []
         self.saves = True  # whether the ranks write a checkpoint before they stop
         self.trains = True  # whether the children train, rather than prepare
+        self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Handle SIGTERM, SIGINT and, unless nohup has it ignored, SIGHUP in this process."""
+        """Handle SIGTERM, SIGINT and, unless nohup has it ignored, SIGHUP in this process, until `restore`."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._received)
+                self._before[number] = signal.signal(number, self._received)
+
+    def restore(self) -> None:
+        """Restore the handlers that `install` replaced; the default for one that was not installed from Python."""
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _received(self, number: int, _: Any) -> None:
         """Pass the signal on: the first as SIGTERM, every further one as SIGKILL."""

@@ -69,17 +69,24 @@ def launch(
     dry_run: bool = False,
     setup_of: SetupOf = systems.setup,
     temporary: bool = False,
+    stopping: Stopping | None = None,
 ) -> int:
     """Train in child processes. Return the exit status: 0, or 130 (Ctrl-C) or 143 if the run was stopped.
 
     `wanted`: the keys that the caller set. `dry_run`: do everything that precedes the first step, and remove it again.
     `setup_of`: the function that makes the backend's setup. `temporary`: the caller removes the folder, so no printed
-    message refers to it. Raises a one-line ValueError for whatever the user can change.
+    message refers to it. `stopping`: records the signals that arrive meanwhile; their previous handlers are restored at
+    the end. Raises a one-line ValueError for whatever the user can change.
     """
     folder = RunFolder(config.output_folder)
-    stopping = Stopping()
-    with contextlib.suppress(NothingToDo), _opened(folder, config, resume, wanted) as (config, lock):
+    stopping = stopping or Stopping()
+    with (
+        contextlib.suppress(NothingToDo),
+        contextlib.ExitStack() as ends,
+        _opened(folder, config, resume, wanted) as (config, lock),
+    ):
         stopping.saves = config.checkpoints != "none"
+        ends.callback(stopping.restore)
         stopping.install()
         if dry_run and resume and read_prepared(folder) is None:
             raise ValueError(

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,9 +24,11 @@ from memascend.suggestions import did_you_mean
 from memascend.systems import arrangement
 from memascend.training import systems
 from memascend.training.backends import IN_MEMORY, STREAMING, UPDATES, Setup
+from memascend.training.children import Stopping
 from memascend.training.config import TrainConfig
 from memascend.training.folder import RunFolder
 from memascend.training.launch import launch
+from memascend.training.processes import exit_status
 from memascend.training.progress import read_metrics
 from memascend.training.schedule import learning_rate
 
@@ -55,12 +58,30 @@ def verify(config: TrainConfig, reference: str | None, output: Path | None) -> d
     tested, compared = parent / "tested", parent / "reference"
     try:
         gone = output is None
-        _run(config, tested, "tested", systems.setup, temporary=gone)
-        _run(theirs, compared, "reference", functools.partial(_like, config), temporary=gone)
-        return report(config, theirs, tested, compared)
+        with _ended_by_signals():
+            _run(config, tested, "tested", systems.setup, temporary=gone)
+            _run(theirs, compared, "reference", functools.partial(_like, config), temporary=gone)
+            return report(config, theirs, tested, compared)
     finally:
         if output is None:
             shutil.rmtree(parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal raise SystemExit, so that the block ends as with Ctrl-C and is cleaned up."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(exit_status(number))
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _place(config: TrainConfig) -> Path:
@@ -147,12 +168,16 @@ def _like(tested: TrainConfig, config: TrainConfig, *run: Any) -> Setup:
 def _run(config: TrainConfig, output: Path, name: str, setup_of: Any, *, temporary: bool) -> None:
     """Train one of the two runs. Its progress goes to standard error, since standard output is for the result."""
     print(f"-- {name}: {config.system}{f' ({config.arm})' if config.arm else ''}", file=sys.stderr, flush=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        config = dataclasses.replace(config, output=str(output))
-        status = launch(config, resume=False, wanted={}, setup_of=setup_of, temporary=temporary)
-    if status:
+    config, stopping = dataclasses.replace(config, output=str(output)), Stopping()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            status = launch(config, resume=False, wanted={}, setup_of=setup_of, temporary=temporary, stopping=stopping)
+    finally:
+        if temporary and (states := systems.states_folder(config)) is not None:  # left by a run that did not finish
+            shutil.rmtree(states, ignore_errors=True)
+    if status or stopping.asked:  # a run that was asked to stop may just have finished
         print(f"memascend: the {name} run was interrupted; nothing was compared", file=sys.stderr)
-        raise SystemExit(status)
+        raise SystemExit(status or stopping.status)
 
 
 def report(config: TrainConfig, theirs: TrainConfig, tested: Path, reference: Path) -> dict[str, Any]:

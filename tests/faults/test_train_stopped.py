@@ -72,6 +72,22 @@ def stopping():
         signal.signal(number, handler)
 
 
+def test_handlers_of_signals_are_restored_when_the_training_ends(tmp_path, monkeypatch):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before, during = [signal.getsignal(number) for number in numbers], []
+
+    def prepare(*_):
+        during.extend(signal.getsignal(number) for number in numbers)
+        raise ValueError("no text")
+
+    monkeypatch.setattr(launch, "prepare", prepare)
+    config = complete({"model": "m", "data": ["d"], "output": str(tmp_path / "run"), "system": "in_memory"})
+    with pytest.raises(ValueError, match="no text"):
+        launch.launch(config, resume=False, wanted={})
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not set(during) & set(before)
+
+
 def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
     """Run the parent's part of a run of two ranks, which gets the signals
     when the ranks are up; return its exit status."""

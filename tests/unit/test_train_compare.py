@@ -3,6 +3,8 @@ the tensor, element and size of a difference."""
 
 import dataclasses
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -145,6 +147,43 @@ def test_reference_has_neither_the_places_nor_the_trace_of_the_tested_run(tmp_pa
     fields = ("nvme", "devices", "tiers", "write_budget", "host_memory", "trace")
     assert [getattr(found, name) for name in fields] == [getattr(CONFIG, name) for name in fields]
     assert complete(found.as_dict()) == found
+
+
+def compare(tmp_path, monkeypatch, during, number):
+    """Compare two runs that train nothing, and send the signal during one part; return the parts that began."""
+    began = []
+
+    def part(name, result):
+        began.append(name)
+        if name == during:
+            os.kill(os.getpid(), number)
+        return result
+
+    def launch(config, *, stopping, **_):
+        stopping.install()
+        try:
+            return part(config.output_folder.name, 0)  # it was finished when the signal came
+        finally:
+            stopping.restore()
+
+    monkeypatch.setattr(verify, "launch", launch)
+    monkeypatch.setattr(verify, "report", lambda *_: part("comparison", {}))
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        verify.verify(dataclasses.replace(CONFIG, output=str(tmp_path / "run")), None, None)
+    except (SystemExit, KeyboardInterrupt) as end:
+        began.append(end.code if isinstance(end, SystemExit) else 130)
+    assert {each: signal.getsignal(each) for each in before} == before
+    assert list(tmp_path.iterdir()) == []
+    return began
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_ends_a_comparison_at_any_instant_and_nothing_is_left(tmp_path, monkeypatch, number, status):
+    assert compare(tmp_path, monkeypatch, "tested", number) == ["tested", status]
+    assert compare(tmp_path, monkeypatch, "reference", number) == ["tested", "reference", status]
+    assert compare(tmp_path, monkeypatch, "comparison", number) == ["tested", "reference", "comparison", status]
+    assert compare(tmp_path, monkeypatch, None, number) == ["tested", "reference", "comparison"]
 
 
 def test_impossible_reference_is_refused():
