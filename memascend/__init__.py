@@ -126,7 +126,8 @@ def enable(ds_config: dict[str, Any] | str | PathLike[str], **options: Any) -> E
 def disable() -> None:
     """Restore DeepSpeed to its state before `enable`; do nothing if MemAscend is not enabled.
 
-    Engines built in the meantime keep their parts until they are destroyed. The thread rule of `enable` applies.
+    Engines built in the meantime keep their parts until they are destroyed, and with them the changes to DeepSpeed that
+    their steps and checkpoints need. The thread rule of `enable` applies.
     """
     from memascend.integrations.deepspeed import disable as disable_deepspeed
 

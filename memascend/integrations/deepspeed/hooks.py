@@ -37,6 +37,7 @@ from .auto_settings import DerivedSettings
 from .banner import nothing_offloaded
 from .compat import CPU_HOOKS, DEFERRED_CONVERSION_HOOKS, HOOKS, check_hooks, has_hooks, untried_version_warning
 from .config import STOCK, EnableOptions, Parts, enable_options, switched_off, validate_deepspeed_config
+from .lasting import changes
 from .swap_store import SwapStore
 from .tier_options import TierOptions
 
@@ -98,6 +99,7 @@ def enable(
     else:
         bf16_states.refuse_contradictions(config)
     state = Enabled(parts=chosen.parts, ledger=ledger or Ledger(), io=IoCounters())
+    changes.begin()
     try:
         _install(state, config, chosen)
     except BaseException:
@@ -108,7 +110,11 @@ def enable(
 
 
 def disable() -> None:
-    """Undo :func:`enable`. Engines built in the meantime keep their parts for as long as they exist."""
+    """Undo :func:`enable`. Engines built in the meantime keep their parts until they are destroyed or collected.
+
+    As long as there are any, the :mod:`.lasting` changes to DeepSpeed stay, which these engines need for each step and
+    checkpoint.
+    """
     global _active
     if _active is not None:
         _roll_back(_active)
@@ -124,6 +130,7 @@ def _roll_back(state: Enabled) -> None:
     """Undo the changes made so far, the last one first."""
     while state._undo:
         state._undo.pop()()
+    changes.end()
 
 
 def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) -> None:
@@ -214,7 +221,7 @@ def _install_optimizer(state: Enabled, options: EnableOptions, derived: DerivedS
     optimizer_class = checked_optimizer_class(stage3.DeepSpeedZeroOptimizer_Stage3, settings)
     _replace(state, stage3, "DeepSpeedZeroOptimizer_Stage3", optimizer_class)
     if exact_checkpoints:
-        state._undo.append(install_checkpoints())
+        changes.make("checkpoints", install_checkpoints)
 
 
 def _install_swappers(
@@ -246,7 +253,8 @@ def _install_swappers(
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     if parts.pool != "stock":
-        state._undo += [watch_gathers(), give_up_outdated_traces()]
+        changes.make("gathers", watch_gathers)
+        changes.make("traces", give_up_outdated_traces)
     state.store = _swap_store(state, ds_config, derived, options)
     if options.paths:
         _install_cached_swapper(state, stage3, options.paths)
@@ -281,6 +289,7 @@ def _scaled_swapper_class(partition_parameters: Any, minimum_swap_bytes: int | N
             super()._configure_aio(ds_config)
             if minimum_swap_bytes is not None:
                 self.min_aio_bytes = minimum_swap_bytes
+            changes.add_user(self)
 
     return ScaledSwapper
 
@@ -290,13 +299,13 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
     from deepspeed.accelerator import get_accelerator
 
     if gather_clone:
-        state._undo.append(cpu_shims.clone_after_gather())
+        changes.make("clone after gather", cpu_shims.clone_after_gather)
         state.shims.append("gather-clone")
     state._undo.append(cpu_shims.keep_asked_dtype())
     state.shims.append("dtype-as-asked")
     if (ds_config.get("fp16") or {}).get("enabled"):
         state._undo.append(cpu_shims.allow_fp16_on_cpu(type(get_accelerator())))
-        state._undo.append(fp16_products_in_fp32())
+        changes.make("fp16 products in fp32", fp16_products_in_fp32)
         state.shims += ["fp16-allowed-on-cpu", "fp16-products-in-fp32"]
         zero = ds_config.get("zero_optimization") or {}
         if zero.get("memory_efficient_linear", True):
@@ -307,7 +316,7 @@ def _install_cpu_shims(state: Enabled, ds_config: dict[str, Any], gather_clone: 
 
 
 def _install_bf16_states(state: Enabled) -> None:
-    state._undo.append(bf16_states.keep_dtype_of_swapped_tensors())
+    changes.make("dtype of swapped tensors", bf16_states.keep_dtype_of_swapped_tensors)
     state._undo.append(bf16_states.write_bf16_states())
 
 

@@ -31,6 +31,7 @@ from .compat import (
 from .deferred_grad_conversion import DeferredGradConversion
 from .first_step import SWAPS_CONTEXTS, FirstStepInPlace
 from .host_gradients import HostGradients
+from .lasting import changes
 from .ordered_update import OrderedUpdate
 from .placed_states import PlacedStates
 from .stage3_settings import Stage3Settings
@@ -98,6 +99,13 @@ class MemascendStage3:
         if self.settings.derived is not None:
             self.settings.derived.fill_stage3(init_optimizer, kwargs)
         super().__init__(module, init_optimizer, *args, **kwargs)
+        changes.add_user(self)
+
+    def destroy(self) -> None:
+        """Destroy the optimizer, and with it the need for what :func:`.hooks.disable` has left in DeepSpeed."""
+        super().destroy()
+        for user in (self, *self._swappers):
+            changes.remove_user(user)
 
     def initialize_ds_offload(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Let the swappers size their pools after DeepSpeed's method.

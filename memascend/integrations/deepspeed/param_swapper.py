@@ -38,6 +38,7 @@ from .accelerator import PinnedAllocator
 from .aio import AioHandle
 from .auto_settings import DerivedSettings
 from .handle_storage import HandleStorage
+from .lasting import changes
 
 log = logging.getLogger("memascend")
 
@@ -91,6 +92,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         # DeepSpeed keeps smaller parameters gathered permanently; on NVMe they would also occupy buffers permanently.
         self._kept_gathered_numel = ds_config.zero_config.param_persistence_threshold
         self._start_stream()
+        changes.add_user(self)
         if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
             self._make_monolithic_pool(self.aligned_elements_per_buffer, real_count)
 
