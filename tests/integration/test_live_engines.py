@@ -1,4 +1,4 @@
-"""Engines that live on: what they keep after ``disable``."""
+"""Engines that live on: after ``disable``, and after a skipped step that is rolled back."""
 
 from __future__ import annotations
 
@@ -99,6 +99,8 @@ def disabled_while_an_engine_lives():
             first.save_checkpoint(folder / "checkpoint")
         found[name] += steps(first)
         if name == "disabled":
+            first.load_checkpoint(folder / "checkpoint")
+            found["rolled_back"] = steps(first)
             other = configuration("other")
             memascend.enable(other)
             second = engine(other, seed=1)
@@ -125,6 +127,30 @@ def disabled_before_the_first_moments_are_made():
         first.destroy()
         memascend.disable()
     found["after_destroy"] = changed()
+    return found
+
+
+def rolled_back_after_a_skipped_step():
+    found = {}
+    kinds = {
+        "plain": {},
+        "pipelined": {"optimizer": {"pipeline_read": True, "pipeline_write": True}},
+        "host": {"gradients": "host"},
+        "tiers": {"tiers": [str(folder / "a"), str(folder / "b")], "gradients": "nvme"},
+    }
+    for kind, options in kinds.items():
+        config = configuration(f"skipped-{kind}", **options)
+        memascend.enable(config)
+        first = engine(config)
+        step(first)
+        first.save_checkpoint(folder / kind)
+        whole = steps(first)
+        step(first, factor=float("inf"))
+        skipped = first.skipped_steps
+        first.load_checkpoint(folder / kind)
+        found[kind] = {"skipped": skipped, "whole": whole, "again": steps(first)}
+        first.destroy()
+        memascend.disable()
     return found
 
 
@@ -156,7 +182,7 @@ def test_engine_keeps_its_parts_after_disable(tmp_path):
     found = played(tmp_path, "disabled_while_an_engine_lives")
     assert found["disabled"] == found["enabled"]
     assert found["changed"] == ["availability", "gather", "linear", "load", "save", "trace"]
-    assert found["resumed"] == found["enabled"][2:]
+    assert found["rolled_back"] == found["resumed"] == found["enabled"][2:]
     assert found["before_destroy"] == found["changed"]
     assert found["after_destroy"] == []
 
@@ -165,6 +191,12 @@ def test_bf16_moments_made_after_disable_train_as_before(tmp_path):
     found = played(tmp_path, "disabled_before_the_first_moments_are_made")
     assert found["disabled"] == found["enabled"]
     assert found["after_destroy"] == []
+
+
+def test_running_engine_loads_a_checkpoint_after_a_skipped_step(tmp_path):
+    for kind, found in played(tmp_path, "rolled_back_after_a_skipped_step").items():
+        assert found["skipped"] == 1, kind
+        assert found["again"] == found["whole"], kind
 
 
 class User:

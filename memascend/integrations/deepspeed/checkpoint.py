@@ -137,6 +137,7 @@ def _load(
             "load_checkpoint: weights cannot be loaded alone from a checkpoint with a swapped optimizer, since "
             "they are derived from its master weights; load all of it, or a file of save_16bit_model"
         )
+    engine.optimizer.settle_states()  # a skipped step leaves its gradients in the swap buffers
     engine.optimizer.swapped_checkpoint = _rank_folder(engine, folder) if swapped else None
     with _swapping_left_to_us(engine), _with_frozen_to_nvme(engine):
         return stock_load(engine, load_dir, tag, *options, custom_load_fn)
