@@ -1,4 +1,4 @@
-"""Engines that live on: after ``disable``, and after a skipped step that is rolled back."""
+"""Engines that live on: after ``disable``, after a skipped step that is rolled back, and next to a second engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import forked
 pytestmark = pytest.mark.deepspeed
 
 SCRIPT = """
-import json, sys
+import copy, json, sys
 from pathlib import Path
 
 import deepspeed, torch
@@ -154,6 +154,33 @@ def rolled_back_after_a_skipped_step():
     return found
 
 
+def second_engine_with_another_configuration():
+    config = configuration("actor", dtype="bf16")
+    in_memory = copy.deepcopy(config)
+    del in_memory["zero_optimization"]["offload_param"], in_memory["zero_optimization"]["offload_optimizer"]
+    del in_memory["optimizer"]
+    found = {}
+    memascend.enable(config)
+    actor = engine(config)
+    steps(actor, 1)
+    own = configuration("second", dtype="bf16", optimizer={"buffer_count": 9})
+    own["zero_optimization"]["sub_group_size"] = 3 * SIZE * SIZE
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE, dtype=torch.bfloat16))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    critic = deepspeed.initialize(model=model, config=in_memory, optimizer=adamw)[0]
+    second = engine(own)
+    found["critic"] = len(set(steps(critic)))
+    found["second"] = len(set(steps(second)))
+    found["actor"] = len(set(steps(actor)))
+    found["buffers"] = [each.optimizer.optimizer_swapper.swap_buffer_manager.count for each in (actor, second)]
+    found["sub_groups"] = [len(each.optimizer.fp16_groups) for each in (actor, second)]
+    for each in (actor, critic, second):
+        each.destroy()
+    memascend.disable()
+    found["after_destroy"] = changed()
+    return found
+
+
 for scenario in sys.argv[2:]:
     out[scenario] = globals()[scenario]()
 print(json.dumps(out))
@@ -197,6 +224,14 @@ def test_running_engine_loads_a_checkpoint_after_a_skipped_step(tmp_path):
     for kind, found in played(tmp_path, "rolled_back_after_a_skipped_step").items():
         assert found["skipped"] == 1, kind
         assert found["again"] == found["whole"], kind
+
+
+def test_second_engine_is_built_by_its_own_configuration(tmp_path):
+    found = played(tmp_path, "second_engine_with_another_configuration")
+    assert (found["critic"], found["second"], found["actor"]) == (2, 2, 2)
+    assert found["buffers"] == [4, 9]
+    assert found["sub_groups"] == [4, 2]
+    assert found["after_destroy"] == []
 
 
 class User:

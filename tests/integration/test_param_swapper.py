@@ -19,15 +19,14 @@ def swapper(tmp_path):
     """Make our swapper over temporary files, with a pool of one buffer."""
 
     from memascend.integrations.deepspeed.aio import AioModule, IoCounters
-    from memascend.integrations.deepspeed.auto_settings import DerivedSettings
     from memascend.integrations.deepspeed.param_swapper import pooled_swapper_class
     from memascend.memory.pinned import PageAlignedPinnedAllocator
     from memascend.memory.pools import AdaptiveBufferPool, adaptive_pool_classes
+    from memascend.planner.derived_sizes import io_settings
 
     allocator = PageAlignedPinnedAllocator()
-    derived = DerivedSettings({})
-    made = object.__new__(pooled_swapper_class("adaptive", allocator, 1, None, derived))
-    module = AioModule(allocator, IoCounters(), derived.io)
+    made = object.__new__(pooled_swapper_class("adaptive", allocator, 1, None))
+    module = AioModule(allocator, IoCounters(), io_settings({}, None))
     made.aio_read_handle, made.aio_write_handle = module.aio_handle(), module.aio_handle()
     made.dtype, made.swap_element_size, made.numel_alignment = torch.float16, 2, 256
     made.invalid_buffer, made.swap_out_params = torch.empty(1, dtype=torch.float16), []

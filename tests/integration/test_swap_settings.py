@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 from memascend.integrations.deepspeed.auto_settings import DerivedSettings
@@ -105,3 +106,39 @@ def test_no_settings_are_derived_without_nvme_offload():
     derived, kwargs = DerivedSettings({"zero_optimization": {"stage": 3}}), arguments()
     derived.fill_stage3(torch_optimizer([100]), kwargs)
     assert derived.chosen == {}
+
+
+def test_second_engine_has_the_settings_of_its_own_configuration():
+    """An actor on NVMe, then a trained critic in host memory, then an engine on NVMe with sizes of the user."""
+    derived, reserved = DerivedSettings(offloaded()), []
+    derived.reserve = lambda folder, nbytes: reserved.append((folder, nbytes))
+
+    derived.fill_stage3(torch_optimizer([100]), arguments() | {"ds_config": offloaded()})
+    assert set(derived.chosen) == {"sub_group_size", "max_in_cpu", "buffer_count"}
+
+    in_memory = {"ds_config": {"zero_optimization": {"stage": 3}}, "sub_group_size": int(1e9)}
+    in_memory |= {"offload_param_config": None, "offload_optimizer_config": None}
+    derived.fill_stage3(torch_optimizer([200]), in_memory)
+    assert in_memory["sub_group_size"] == int(1e9)
+    assert (derived.chosen, derived.folders) == ({}, [])
+
+    own = offloaded(buffer_count=7, nvme_path="/other")
+    own["zero_optimization"] |= {"sub_group_size": 50}
+    own["zero_optimization"]["offload_param"]["max_in_cpu"] = 10
+    kwargs = arguments() | {"ds_config": own, "sub_group_size": 50}
+    derived.fill_stage3(torch_optimizer([300]), kwargs)
+    assert kwargs["sub_group_size"] == 50
+    assert kwargs["offload_optimizer_config"].buffer_count == 4  # as DeepSpeed read it
+    assert (derived.chosen, derived.folders) == ({}, ["/", "/other"])
+
+    assert reserved == [("/", 100 * 16), ("/other", 300 * 16)]
+
+
+def test_engine_on_nvme_after_an_enable_without_nvme_gets_derived_settings(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(offloaded()))
+    derived = DerivedSettings({"zero_optimization": {"stage": 3}})
+    for given in (offloaded(), str(tmp_path / "ds.json")):
+        kwargs = arguments() | {"ds_config": given}
+        derived.fill_stage3(torch_optimizer([100, 200]), kwargs)
+        assert kwargs["sub_group_size"] == sub_group_size([[100, 200]])
+        assert kwargs["offload_param_config"].max_in_cpu == 0

@@ -62,6 +62,13 @@ def test_written_tensors_are_read_at_any_address_and_length(store, folder):
     assert torch.equal(arena[3:begin], torch.cat(tensors()))
 
 
+def test_reserving_in_a_folder_of_another_engine_does_nothing(store, tmp_path):
+    store.reserve(tmp_path / "elsewhere", 1 << 60)
+    assert store.paths == []
+    with pytest.raises(StorageError):
+        store.reserve(tmp_path, 1 << 60)
+
+
 def test_padded_read_works_though_only_the_tensor_was_written(store, folder):
     """DeepSpeed 0.16 reads it; a longer read is an error."""
     handle = AioModule(PageAlignedPinnedAllocator(), IoCounters(), IO, store).aio_handle(intra_op_parallelism=2)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+from memascend.integrations.configuration import read_configuration
 from memascend.integrations.conventions import announce
 from memascend.planner.derived_sizes import (
     STATES_AND_GRADIENT,
@@ -29,53 +30,66 @@ from memascend.planner.derived_sizes import (
 )
 
 
-class DerivedSettings:
-    """The settings derived for one ``enable``; ``chosen`` has them by DeepSpeed's names once the engine is built.
+class Offloads:
+    """What one DeepSpeed configuration says about offloading: its sections for ZeRO, parameters and optimizer."""
 
-    ``tiers``: the paths, if there are several. ``swaps_gradients``: whether updates need a swap buffer for gradients.
+    def __init__(self, ds_config: dict[str, Any]) -> None:
+        self.whole = ds_config
+        self.zero = ds_config.get("zero_optimization") or {}
+        self.param = self.zero.get("offload_param") or {}
+        self.optimizer = self.zero.get("offload_optimizer") or {}
+
+    @property
+    def param_on_nvme(self) -> bool:
+        return self.param.get("device") == "nvme"
+
+    @property
+    def optimizer_on_nvme(self) -> bool:
+        return self.optimizer.get("device") == "nvme"
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of parameters and optimizer states on NVMe, without duplicates."""
+        found = [s.get("nvme_path") for s in (self.param, self.optimizer) if s.get("device") == "nvme"]
+        return list(dict.fromkeys(map(str, found)))
+
+
+class DerivedSettings:
+    """The settings derived for the engines of one ``enable``.
+
+    ``offloads`` is read from the configuration of ``enable`` and, once an engine is initialized, from that engine's
+    own; ``chosen`` has the settings derived for it, by DeepSpeed's names. ``tiers``: the paths, if there are several.
+    ``swaps_gradients``: whether updates need a swap buffer for gradients, which go over NVMe.
     """
 
     def __init__(self, ds_config: dict[str, Any], *, tiers: Sequence[str] = (), swaps_gradients: bool = True) -> None:
         self._tiers, self._swaps_gradients = tiers, swaps_gradients
-        zero = ds_config.get("zero_optimization") or {}
-        self._ds_config = ds_config
-        self._zero = zero
-        self._param = zero.get("offload_param") or {}
-        self._optimizer = zero.get("offload_optimizer") or {}
+        self.offloads = Offloads(ds_config)
         first = next((path for path in tiers if os.path.isdir(path)), None)
-        self.io = io_settings(ds_config, first or self._param.get("nvme_path") or self._optimizer.get("nvme_path"))
+        nvme_path = self.offloads.param.get("nvme_path") or self.offloads.optimizer.get("nvme_path")
+        self.io = io_settings(ds_config, first or nvme_path)
         self.chosen: dict[str, int] = {}
         self.host_left: Callable[[], int] | None = None  # returns the bytes left of the host budget, if there is one
         self.reserve: Callable[[str, int], None] | None = None  # called with a folder and the bytes to reserve in it
 
     @property
-    def pool_is_sized_by_user(self) -> bool:
-        """Whether the user sized the monolithic pools; the adaptive pool is sized by the model alone."""
-        return given(self._param, "buffer_size")
-
-    @property
-    def pool_count_of_user(self) -> int | None:
-        return int(self._param["buffer_count"]) if given(self._param, "buffer_count") else None
-
-    @property
     def folders(self) -> list[str]:
-        """The folders of parameters and optimizer states on NVMe, without duplicates."""
-        if self._tiers:
-            return list(self._tiers)
-        found = [s.get("nvme_path") for s in (self._param, self._optimizer) if s.get("device") == "nvme"]
-        return list(dict.fromkeys(map(str, found)))
+        """The folders of parameters and optimizer states on NVMe: the tiers, if there are any."""
+        found = self.offloads.folders
+        return list(self._tiers) if self._tiers and found else found
 
     def warnings(self) -> list[str]:
         """Return warnings about harmful settings of the user, one line each."""
         found = []
-        if self._param.get("device") == "nvme" and given(self._param, "max_in_cpu") and self._param["max_in_cpu"]:
+        param, optimizer = self.offloads.param, self.offloads.optimizer
+        if self.offloads.param_on_nvme and given(param, "max_in_cpu") and param["max_in_cpu"]:
             found.append(
-                f"zero_optimization.offload_param.max_in_cpu={self._param['max_in_cpu']:g} keeps that many parameters "
+                f"zero_optimization.offload_param.max_in_cpu={param['max_in_cpu']:g} keeps that many parameters "
                 "in memory for good; set it to 0, or leave it out, to keep them on NVMe"
             )
         needed = cached_sub_group_buffers(self._swaps_gradients, 1) if self._tiers else self._optimizer_buffers
-        if self._optimizer.get("device") == "nvme" and given(self._optimizer, "buffer_count"):
-            count = int(self._optimizer["buffer_count"])
+        if self.offloads.optimizer_on_nvme and given(optimizer, "buffer_count"):
+            count = int(optimizer["buffer_count"])
             if count < needed:
                 found.append(
                     f"zero_optimization.offload_optimizer.buffer_count={count} is too small: AdamW needs {needed} "
@@ -86,39 +100,44 @@ class DerivedSettings:
     def fill_stage3(self, optimizer: Any, arguments: dict[str, Any]) -> None:
         """Fill settings that the user left out into the keyword ``arguments`` of the ZeRO-3 optimizer, in place.
 
-        ``optimizer`` is the torch optimizer. Also reserves space for the states on NVMe.
+        ``optimizer`` is the torch optimizer. Also reserves space for the states on NVMe. What the user set is read from
+        the configuration of this engine, which need not be that of ``enable``.
         """
+        self.offloads = Offloads(read_configuration(arguments.get("ds_config")) or self.offloads.whole)
+        self.chosen = {}
         groups = [_partition_sizes(group["params"]) for group in optimizer.param_groups]
-        on_nvme = self._optimizer.get("device") == "nvme"
-        if on_nvme and self.reserve is not None:
-            states_bytes = sum(map(sum, groups)) * STATES_AND_GRADIENT * self._state_bytes
-            self.reserve(self._optimizer["nvme_path"], states_bytes)
-        if on_nvme and not given(self._zero, "sub_group_size"):
-            size = sub_group_size([group for group in groups if group])
-            arguments["sub_group_size"] = self.chosen["sub_group_size"] = size
-        param, states = arguments.get("offload_param_config"), arguments.get("offload_optimizer_config")
-        if self._param.get("device") == "nvme" and not given(self._param, "max_in_cpu"):
-            self._set(param, "max_in_cpu", 0)
-        if self._optimizer.get("device") == "nvme" and not given(self._optimizer, "buffer_count"):
-            self._set(states, "buffer_count", self._buffers_of(groups, arguments.get("sub_group_size"), optimizer))
+        state_bytes = 2 if arguments.get("bf16_optimizer_states") else 4  # of one element
+        if self.offloads.optimizer_on_nvme:
+            if self.reserve is not None:
+                self.reserve(
+                    self.offloads.optimizer["nvme_path"], sum(map(sum, groups)) * STATES_AND_GRADIENT * state_bytes
+                )
+            if not given(self.offloads.zero, "sub_group_size"):
+                size = sub_group_size([group for group in groups if group])
+                arguments["sub_group_size"] = self.chosen["sub_group_size"] = size
+        if self.offloads.param_on_nvme and not given(self.offloads.param, "max_in_cpu"):
+            self._set(arguments["offload_param_config"], "max_in_cpu", 0)
+        if self.offloads.optimizer_on_nvme and not given(self.offloads.optimizer, "buffer_count"):
+            count = self._buffers_of(groups, arguments.get("sub_group_size"), optimizer, state_bytes)
+            self._set(arguments["offload_optimizer_config"], "buffer_count", count)
 
-    def _buffers_of(self, groups: list[list[int]], size: int | None, optimizer: Any) -> int:
+    def _buffers_of(self, groups: list[list[int]], size: int | None, optimizer: Any, state_bytes: int) -> int:
         """Return the number of optimizer buffers.
 
         With several paths a host budget may limit the sub-groups in host memory; one line announces if they are too few
         to keep all paths busy.
         """
         if not self._tiers and type(optimizer) is not DeepSpeedCPUAdam:  # only that one reads gradients in place
-            return optimizer_buffers(self._optimizer)
+            return optimizer_buffers(self.offloads.optimizer)
         if not self._tiers or self.host_left is None or not size:
             return self._optimizer_buffers
-        types = self._ds_config.get("data_types") or {}
+        types = self.offloads.whole.get("data_types") or {}
         numel = sum(map(sum, groups))
         sub_groups = sum(-(-sum(group) // size) for group in groups)
         cached = cached_sub_groups_within(
             self.host_left(),
             gradient_bytes=numel * (4 if types.get("grad_accum_dtype") == "fp32" else 2),
-            buffer_bytes=largest_sub_group(groups, size) * self._state_bytes,
+            buffer_bytes=largest_sub_group(groups, size) * state_bytes,
             sub_groups=sub_groups,
             swaps_gradients=self._swaps_gradients,
         )
@@ -134,14 +153,8 @@ class DerivedSettings:
     def _optimizer_buffers(self) -> int:
         """Swap buffers that the update of one sub-group or, with several paths, the cache of sub-groups needs."""
         if not self._tiers:
-            return optimizer_buffers(self._optimizer, self._swaps_gradients)
+            return optimizer_buffers(self.offloads.optimizer, self._swaps_gradients)
         return cached_sub_group_buffers(self._swaps_gradients, cached_sub_groups_for(len(self._tiers)))
-
-    @property
-    def _state_bytes(self) -> int:
-        """Bytes of one element of the optimizer states: 2 with bf16 states, otherwise 4."""
-        section = self._ds_config.get("bf16") or self._ds_config.get("bfloat16") or {}
-        return 2 if section.get("bf16_optimizer_states") else 4
 
     def _set(self, config: Any, name: str, value: int) -> None:
         """Set a field of DeepSpeed's frozen ``config`` object and note it in ``chosen``."""

@@ -100,7 +100,7 @@ HOOKS: tuple[Hook, ...] = (
         "__init__",
         "module",
         "init_optimizer",
-        named=("sub_group_size", "offload_param_config", "offload_optimizer_config", "aio_config"),
+        named=("sub_group_size", "offload_param_config", "offload_optimizer_config", "aio_config", "ds_config"),
     ),
     _stage3("overflow check", "has_overflow", "partition_gradients"),
     _stage3("overflow check", "_model_parallel_all_reduce", "tensor", "op"),

@@ -249,7 +249,7 @@ def _install_swappers(
     swapper = (
         _scaled_swapper_class(partition_parameters, minimum_swap_bytes)
         if parts.pool == "stock"
-        else pooled_swapper_class(parts.pool, allocator, options.blocks_in_flight, minimum_swap_bytes, derived)
+        else pooled_swapper_class(parts.pool, allocator, options.blocks_in_flight, minimum_swap_bytes)
     )
     _replace(state, partition_parameters, "AsyncPartitionedParameterSwapper", swapper)
     if parts.pool != "stock":

@@ -36,7 +36,6 @@ from memascend.memory.pools import (
 
 from .accelerator import PinnedAllocator
 from .aio import AioHandle
-from .auto_settings import DerivedSettings
 from .handle_storage import HandleStorage
 from .lasting import changes
 
@@ -47,17 +46,13 @@ _CONTEXTS = "_ds_z3_gathered_param_context_depth"
 
 
 def pooled_swapper_class(
-    pool_kind: str,
-    allocator: PinnedAllocator,
-    blocks_in_flight: int,
-    minimum_swap_bytes: int | None,
-    derived: DerivedSettings,
+    pool_kind: str, allocator: PinnedAllocator, blocks_in_flight: int, minimum_swap_bytes: int | None
 ) -> type:
     """Return a swapper class bound to this process's options, because DeepSpeed constructs the swapper itself."""
 
     class PooledParameterSwapper(_PooledParameterSwapper):
         _pool_kind, _allocator = pool_kind, allocator
-        _blocks_in_flight, _minimum_swap_bytes, _derived = blocks_in_flight, minimum_swap_bytes, derived
+        _blocks_in_flight, _minimum_swap_bytes = blocks_in_flight, minimum_swap_bytes
 
     return PooledParameterSwapper
 
@@ -69,18 +64,19 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
     _allocator: PinnedAllocator
     _blocks_in_flight: int
     _minimum_swap_bytes: int | None
-    _derived: DerivedSettings
+    _pool_count_of_user: int | None = None
 
     def _configure_aio(self, ds_config: Any) -> None:
         """Do as the stock method, except for the large buffer that it allocates at its end."""
-        real_count = ds_config.zero_config.offload_param.buffer_count
         config = ds_config.zero_config.offload_param
+        real_count, set_by_user = config.buffer_count, config.model_fields_set
         object.__setattr__(config, "buffer_count", 0)
         try:
             super()._configure_aio(ds_config)
         finally:
             object.__setattr__(config, "buffer_count", real_count)
         self.param_buffer_count = real_count
+        self._pool_count_of_user = real_count if "buffer_count" in set_by_user else None
         self.buffers = None
         # Our engine takes any length; slots with the alignment that the device requires are transferred without a copy.
         ours = isinstance(self.aio_read_handle, AioHandle)  # false if "aio.use_gds" selects another module
@@ -93,7 +89,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         self._kept_gathered_numel = ds_config.zero_config.param_persistence_threshold
         self._start_stream()
         changes.add_user(self)
-        if self._pool_kind != "adaptive" and self._derived.pool_is_sized_by_user:
+        if self._pool_kind != "adaptive" and "buffer_size" in set_by_user:
             self._make_monolithic_pool(self.aligned_elements_per_buffer, real_count)
 
     def _start_stream(self) -> None:
@@ -141,7 +137,7 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
         if self._pool_kind != "adaptive":
             largest = max(numel for part in (*blocks, outside) for numel in part)
             count = len(outside) + max(map(len, blocks), default=0) * self._blocks_in_flight
-            self._make_monolithic_pool(self._io_aligned_numel(largest), self._derived.pool_count_of_user or count)
+            self._make_monolithic_pool(self._io_aligned_numel(largest), self._pool_count_of_user or count)
             return
         classes = adaptive_pool_classes(blocks, outside, self._blocks_in_flight)
         self._use_pool(AdaptiveBufferPool(classes, self.dtype, self._allocator, self.aligned_bytes))

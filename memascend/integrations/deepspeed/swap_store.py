@@ -275,8 +275,13 @@ class SwapStore:
             raise failure
 
     def reserve(self, nvme_path: str | os.PathLike[str], more_bytes: int) -> None:
-        """Reserve ``more_bytes`` in ``nvme_path``, so that a full disk is found now. Raises StorageError."""
-        self._places[f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}"].tier.reserve(more_bytes)
+        """Reserve ``more_bytes`` in ``nvme_path``, so that a full disk is found now. Raises StorageError.
+
+        Does nothing for a folder outside of the store, as a second engine of the process may have.
+        """
+        place = self._places.get(f"{Path(nvme_path).absolute() / SWAP_FOLDER}{os.sep}")
+        if place is not None:
+            place.tier.reserve(more_bytes)
 
     def paths_report(self) -> list[PathReport]:
         """Return a report on each of several paths; empty without `tiers`, and before the first write."""
