@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from memascend.integrations.deepspeed.auto_settings import DerivedSettings
 from memascend.integrations.deepspeed.banner import enabled_line
-from memascend.integrations.deepspeed.config import Parts
+from memascend.integrations.deepspeed.config import Parts, enable_options
+from memascend.integrations.deepspeed.hooks import _swaps_gradients
+from memascend.planner import model_spec
 from memascend.planner.derived_sizes import cached_sub_group_buffers, sub_group_size
+from memascend.planner.from_config import workload_of
+from memascend.planner.step import step_of
 
 
 def offloaded(**optimizer):
@@ -142,3 +148,27 @@ def test_engine_on_nvme_after_an_enable_without_nvme_gets_derived_settings(tmp_p
         derived.fill_stage3(torch_optimizer([100, 200]), kwargs)
         assert kwargs["sub_group_size"] == sub_group_size([[100, 200]])
         assert kwargs["offload_param_config"].max_in_cpu == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "state_bytes"),
+    [
+        ({}, 16),
+        ({"gradients": "host"}, 12),
+        ({"tiers": ["/a", "/b"]}, 12),
+        ({"tiers": ["/a", "/b"], "gradients": "nvme"}, 16),
+        ({"optimizer_states": "bf16"}, 8),
+        ({"optimizer_states": "bf16", "gradients": "host"}, 6),
+    ],
+)
+def test_states_reserve_the_bytes_that_the_plan_says(section, state_bytes):
+    config = offloaded() | {"bf16": {"enabled": True}, "memascend": section}
+    work = workload_of(config, model_spec("qwen2.5-7b"), ranks=1, context=2048)
+    stored, options = step_of(work).stored_bytes, enable_options(config, {})
+    swaps_gradients = _swaps_gradients(options.parts)
+    derived, reserved = DerivedSettings(config, tiers=options.paths.tiers, swaps_gradients=swaps_gradients), []
+    derived.reserve = lambda folder, nbytes: reserved.append(nbytes)
+    bf16 = {"bf16_optimizer_states": options.parts.optimizer_states == "bf16"}
+    derived.fill_stage3(torch_optimizer(work.partitions()), arguments() | {"ds_config": config} | bf16)
+    assert reserved == [state_bytes * sum(work.partitions())]
+    assert reserved == [stored["master weights and moments"] + stored.get("gradients", 0)]

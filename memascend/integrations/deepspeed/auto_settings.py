@@ -18,6 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from memascend.integrations.configuration import read_configuration
 from memascend.integrations.conventions import announce
 from memascend.planner.derived_sizes import (
+    STATES,
     STATES_AND_GRADIENT,
     cached_sub_group_buffers,
     cached_sub_groups_for,
@@ -109,9 +110,8 @@ class DerivedSettings:
         state_bytes = 2 if arguments.get("bf16_optimizer_states") else 4  # of one element
         if self.offloads.optimizer_on_nvme:
             if self.reserve is not None:
-                self.reserve(
-                    self.offloads.optimizer["nvme_path"], sum(map(sum, groups)) * STATES_AND_GRADIENT * state_bytes
-                )
+                states = STATES_AND_GRADIENT if self._swaps_gradients else STATES
+                self.reserve(self.offloads.optimizer["nvme_path"], sum(map(sum, groups)) * states * state_bytes)
             if not given(self.offloads.zero, "sub_group_size"):
                 size = sub_group_size([group for group in groups if group])
                 arguments["sub_group_size"] = self.chosen["sub_group_size"] = size
