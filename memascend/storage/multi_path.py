@@ -338,7 +338,12 @@ class MultiPathTier(TierBase):
         self._pending.add(transfer)
         turn = self._queue.enter(key, write, begin)
         if turn.begun:
-            begin(in_call=True)
+            try:
+                begin(in_call=True)
+            except BaseException as error:  # such as Ctrl-C while the transfer is submitted
+                if transfer.submitted or transfer._done:
+                    raise
+                refused.append(error)
             if refused:
                 self._pending.discard(transfer)
                 self._queue.leave(key, turn)

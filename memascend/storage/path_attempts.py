@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from memascend.storage.completion import Completion, RequestCancelled
+from memascend.storage.errors import StorageError
 from memascend.storage.path_failures import PathFailures
 from memascend.storage.storage_path import Attempt, Busy, StoragePath, nothing_ends
 
@@ -22,11 +23,29 @@ class PathTransfer(Completion):
         self._cancelled = False
         self._attempt: Attempt | None = None
 
+    @property
+    def submitted(self) -> bool:
+        """Whether the current attempt was submitted, and therefore ends by itself."""
+        return self._attempt is not None and self._attempt.inner is not None
+
     def cancel(self) -> bool:
         if self._done:
             return False
         self._cancelled = True
         return self._on_cancel(self)
+
+
+def _as_failure_of(path: StoragePath, error: BaseException, write: bool, nbytes: int) -> BaseException:
+    """Return an OSError of a system call (such as for a folder that vanished) as a StorageError, others unchanged.
+
+    A StorageError is what the tier takes for a failure of the path.
+    """
+    if not isinstance(error, OSError) or isinstance(error, StorageError):
+        return error
+    place, reason = error.filename or path.name, error.strerror or str(error)
+    found = StorageError("write" if write else "read", str(place), 0, nbytes, 0, error.errno, reason)
+    found.__cause__ = error
+    return found
 
 
 class PathAttempts:
@@ -48,7 +67,8 @@ class PathAttempts:
     ) -> None:
         """Begin one transfer on one path, through its lock, and call `ended` with its error or None.
 
-        `now`: if `submit` fails during this call, raise its error instead of passing it to `ended`.
+        An OSError of `submit` becomes a StorageError. `now`: if `submit` fails during this call, raise its error
+        instead of passing it to `ended`.
         """
         attempt = Attempt(path, write, ended)
         here = threading.get_ident()
@@ -71,8 +91,10 @@ class PathAttempts:
                 return
             try:
                 attempt.inner = submit()
-            except BaseException as error:
-                self._over(attempt, 0)
+            except BaseException as caught:
+                error = _as_failure_of(path, caught, write, nbytes)
+                if not self._over(attempt, 0):  # it was given up, and `ended` was called
+                    return
                 if now and threading.get_ident() == here and not transfer._done and begun_here:
                     raised.append(error)
                 else:

@@ -6,9 +6,11 @@ Properties of every tier are in test_tier.py, which tests this one too.
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -300,6 +302,100 @@ def test_a_tensor_that_vanished_with_its_folder_is_named(paths):
     key = next(f"exp_avg-{group}" for group in range(4) if two.tier.path_of(str(group)) == "a")
     with pytest.raises(StorageError, match=rf"read of '{key}' on .*/a/.*No such file or directory: it was there alone"):
         two.tier.read(key, torch.empty(NUMEL)).wait(MAX_S)
+
+
+LARGE = 1 << 20  # elements; more than the spare part of the file of a direct path
+
+
+def key_on_a(made, groups: int) -> str:
+    return next(str(group) for group in range(groups) if made.tier.path_of(str(group)) == "a")
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_write_moves_when_the_file_cannot_grow_in_a_vanished_folder(paths, queued):
+    two = paths()
+    two.write(4)
+    key = key_on_a(two, 4)
+    shutil.rmtree(two.folder / "a")
+    turn = two.tier._queue.enter(key, True, lambda: None) if queued else None
+    write = two.tier.write(key, torch.full((LARGE,), 7.0))
+    if turn is not None:
+        two.tier._queue.leave(key, turn)
+    write.wait(MAX_S)
+    assert two.tier.path_of(key) == "b"
+    assert "No such file or directory" in two.tier.report()[0].failure
+    two.tier.read(key, out := torch.empty(LARGE)).wait(MAX_S)
+    assert bool((out == 7).all())
+
+
+def refuse(*_args, **_options):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_writes_move_when_system_calls_fail_on_a_folder_of_files(paths, monkeypatch, queued):
+    two = paths(kind="files")
+    two.write(6)
+    key = key_on_a(two, 6)
+    monkeypatch.setattr(two.tier._paths[0].tier, "_submit_write", refuse)
+    turn = two.tier._queue.enter(key, True, lambda: None) if queued else None
+    write = two.tier.write(key, tensor(7))
+    if turn is not None:
+        two.tier._queue.leave(key, turn)
+    write.wait(MAX_S)
+    two.write(6, 1)
+    assert two.places(6) == "bbbbbb"
+    two.check(6, 1)
+
+
+def test_read_that_system_calls_refuse_is_one_error_that_names_the_tensor(paths, monkeypatch):
+    two = paths(kind="files")
+    two.write(4)
+    key = key_on_a(two, 4)
+    monkeypatch.setattr(two.tier._paths[0].tier, "_submit_read", refuse)
+    with pytest.raises(StorageError, match=rf"read of '{key}' on .*Input/output error: it was there alone"):
+        two.tier.read(key, torch.empty(NUMEL)).wait(MAX_S)
+    assert "Input/output error" in two.tier.report()[0].failure
+
+
+def test_write_that_is_given_up_while_it_is_submitted_ends_once(paths, monkeypatch):
+    two = paths(hang_s=HANG_S)
+    two.write(4)
+    key, way, refused = key_on_a(two, 4), two.tier._paths[0], threading.Event()
+
+    def refuse_late(*_args, **_options):
+        refused.wait(MAX_S)
+        refuse()
+
+    monkeypatch.setattr(way.tier, "write", refuse_late)
+    turn = two.tier._queue.enter(key, True, lambda: None)
+    write = two.tier.write(key, tensor(7))
+    two.tier._queue.leave(key, turn)  # it is submitted now, in another thread
+    while not way.hanging:
+        time.sleep(0.01)
+    refused.set()
+    write.wait(MAX_S)
+    assert two.tier.path_of(key) == "b"
+    two.tier.read(key, out := torch.empty(NUMEL)).wait(MAX_S)
+    assert torch.equal(out, tensor(7))
+
+
+def test_interrupted_submission_leaves_the_key_usable(paths, monkeypatch):
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    two = paths()
+    two.write(4)
+    key = key_on_a(two, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(two.tier._paths[0].tier, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.tier.write(key, torch.empty(LARGE))
+    two.tier.read(key, out := torch.empty(NUMEL)).wait(MAX_S)
+    assert torch.equal(out, tensor(int(key)))
+    two.tier.write(key, tensor(7)).wait(MAX_S)
+    two.tier.read(key, out).wait(MAX_S)
+    assert torch.equal(out, tensor(7))
 
 
 def test_space_missing_on_a_path_is_reserved_on_others(paths):
