@@ -43,8 +43,8 @@ class EngineTier(TierBase):
     def _make_space(self, key: str, nbytes: int, before: int | None) -> None:
         """Provide space before a tensor of `nbytes` replaces one of `before`. Requires `_lock`. Raises StorageError."""
 
-    def _release_space(self, nbytes: int) -> None:
-        """Account for the space of a removed tensor. Requires `_lock`."""
+    def _count_space(self, before: int | None, nbytes: int | None) -> None:
+        """Account for a tensor of `before` bytes that now has `nbytes`; None: there is none. Requires `_lock`."""
 
     # -- the protocol --------------------------------------------------------------------------------------------------
 
@@ -58,12 +58,14 @@ class EngineTier(TierBase):
             before = self._sizes.get(key)
             if not offset and before != tensor.nbytes:
                 self._make_space(key, tensor.nbytes, before)
-                self._sizes[key] = tensor.nbytes
+                self._note_size(key, tensor.nbytes)
             try:
                 return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority))
             except BaseException:
-                if not offset:
+                if before is None:
                     self._forget_size(key)
+                elif not offset:  # the engine keeps the previous tensor
+                    self._note_size(key, before)
                 raise
 
     @whole
@@ -143,12 +145,18 @@ class EngineTier(TierBase):
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _note_size(self, key: str, nbytes: int | None) -> None:
+        """Record a tensor's new size, or with None its removal. Requires `_lock`."""
+        self._count_space(self._sizes.get(key), nbytes)
+        if nbytes is None:
+            self._sizes.pop(key, None)
+        else:
+            self._sizes[key] = nbytes
+
     def _forget_size(self, key: str) -> None:
         """Remove a tensor from the tier's records. Requires `_lock`."""
-        size = self._sizes.pop(key, None)
+        self._note_size(key, None)
         self._broken.discard(key)
-        if size is not None:
-            self._release_space(size)
 
     def _requests_for(self, verb: str) -> Requests:
         """Return the requests of the engine that does transfers of kind `verb` (read or write)."""

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import torch
 
 from memascend import _C
-from memascend.storage.completion import Promise
+from memascend.storage.completion import Completion, Promise
 from memascend.storage.direct_engine import DirectEngine, DirectEngineConfig, space_for
 from memascend.storage.engine_requests import Requests
 from memascend.storage.engine_tier_base import EngineTier
@@ -214,7 +214,6 @@ class DirectTier(EngineTier):
                 if error.errno not in _NO_SPACE:
                     raise
                 self._grow(used)  # not enough for the spare part
-        self._used_bytes = used
 
     def _grow(self, size_bytes: int) -> None:
         """Grow the file to `size_bytes` of tensors, if it is smaller; no effect on devices. Raises StorageError."""
@@ -222,8 +221,19 @@ class DirectTier(EngineTier):
             self._run_interruptible(f"growth of {self._place}", lambda: self.engine.grow(size_bytes))
             self._grown_bytes = size_bytes
 
-    def _release_space(self, nbytes: int) -> None:
-        self._used_bytes -= space_for([nbytes])
+    def _count_space(self, before: int | None, nbytes: int | None) -> None:
+        for size, sign in ((before, -1), (nbytes, 1)):
+            self._used_bytes += 0 if size is None else sign * space_for([size])
+
+    def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
+        try:
+            return super()._begin(verb, key, submit)
+        except StorageError as error:
+            if verb != "write" or not self._in_file or error.errno not in _NO_SPACE:
+                raise
+        # A tensor of another size that is still being read keeps its space beside the new one.
+        self._grow(self._grown_bytes + space_for([self._sizes[key]]) - self.engine.space().free_bytes)
+        return super()._begin(verb, key, submit)
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         if offset:
@@ -330,12 +340,17 @@ class FileTier(EngineTier):
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         path = self._file(key)
-        detach(path, keep_content=bool(offset))
-        if not offset:
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_size > tensor.nbytes:
-                    os.truncate(path, tensor.nbytes)
-        return self._writing.async_write(tensor, path, offset)
+        try:
+            detach(path, keep_content=bool(offset))
+            if not offset:
+                with contextlib.suppress(FileNotFoundError):
+                    if os.stat(path).st_size > tensor.nbytes:
+                        os.truncate(path, tensor.nbytes)
+            return self._writing.async_write(tensor, path, offset)
+        except BaseException:
+            if not offset:  # the previous tensor's file may be gone, or shorter
+                self._broken.add(key)
+            raise
 
     def _submit_read(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         path = self._file(key)

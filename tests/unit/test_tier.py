@@ -640,6 +640,55 @@ def test_failed_growth_is_retried_smaller_only_if_space_is_missing(error, attemp
         assert asked == sorted(asked, reverse=True)
 
 
+def test_refused_write_keeps_the_stored_tensor(tier, monkeypatch):
+    if not isinstance(tier, DirectTier):
+        pytest.skip("a folder of files refuses no write for its size")
+    tier.write("w", tensor(1)).wait(MAX_S)
+    used = tier._used_bytes
+    if tier.engine._scratch is not None:
+        monkeypatch.setattr(tier.engine, "grow", lambda size_bytes: None)
+    for key in "wv":
+        with pytest.raises(StorageError) as caught:
+            tier.write(key, torch.empty(1 << 25))
+        assert caught.value.errno == errno.ENOSPC
+    assert (tier.size_of("w"), tier.size_of("v"), tier._used_bytes) == (200_000, None, used)
+    tier.read("w", out := torch.empty(50_000)).wait(MAX_S)
+    assert torch.equal(out, tensor(1))
+    assert tier.erase("w")
+    assert tier._used_bytes == 0
+
+
+def test_file_that_a_refused_write_may_have_shortened_is_not_read(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with FileTier(tmp_path, "tests") as tier:
+        tier.write("w", tensor(1)).wait(MAX_S)
+        with monkeypatch.context() as patched:
+            patched.setattr(tier._writing, "async_write", refuse)
+            for key in "wv":
+                with pytest.raises(OSError, match="Input/output error"):
+                    tier.write(key, tensor(2, 100))
+        assert (tier.size_of("w"), tier.size_of("v")) == (200_000, None)
+        with pytest.raises(StorageError, match="write all of it again"):
+            tier.read("w", torch.empty(50_000)).wait(MAX_S)
+        tier.write("w", tensor(3))
+        tier.read("w", out := torch.empty(50_000)).wait(MAX_S)
+        assert torch.equal(out, tensor(3))
+
+
+def test_file_grows_for_a_tensor_whose_old_version_is_still_read(tmp_path, faults):
+    with _in_file(tmp_path, faults) as tier:
+        tier.write("w", tensor(1, 1 << 20)).wait(MAX_S)
+        faults.add("read", times=1, delay_us=500_000)
+        read = tier.read("w", old := torch.empty(1 << 20))
+        tier.write("w", tensor(2, 3 << 20))
+        tier.read("w", new := torch.empty(3 << 20)).wait(MAX_S)
+        read.wait(MAX_S)
+        assert bool((old == 1).all())
+        assert bool((new == 2).all())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropped_tier_ends_once_its_requests_have_finished(kind, tmp_path, faults):
     """Requests in flight end, their callbacks run, and descriptors are closed, without a reference to the tier."""
