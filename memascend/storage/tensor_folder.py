@@ -6,6 +6,7 @@ Source: https://huggingface.co/docs/safetensors, and the shard index of transfor
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class StoredTensor:
 class TensorFolder:
     """All tensors of a folder, by name. The files stay mapped as long as any of their tensors is referenced.
 
-    Raises ValueError, with a one-line message, for a shard that is missing, truncated or not a safetensors file.
+    Raises ValueError, with a one-line message, for a shard that is missing, truncated, not a safetensors file, or more
+    than the kernel maps.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,13 +70,35 @@ class TensorFolder:
             raise ValueError(f"{path} is cut short: {size} of {whole} bytes; {_AGAIN}")
         if not spans:
             return
-        with path.open("rb") as file:  # a private mapping, since torch requires writable memory
-            pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = _mapped(path)
         for name, (dtype, shape, first, _) in spans.items():
             self.tensors[name] = StoredTensor(name, path, dtype, shape, pages, first)
 
 
 _AGAIN = "copy or download the folder again"
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # asm-generic/mman.h; not every Python has it
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """Map a file privately, since torch requires writable memory. Raises ValueError if the kernel refuses.
+
+    Nothing is written, so the kernel must not count the file as memory that this process may need.
+    """
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(
+                file.fileno(),
+                0,
+                flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise ValueError(
+            f"{path} cannot be mapped, {path.stat().st_size} bytes: {error.strerror}: raise the limit on address space "
+            "(ulimit -v), or set vm.overcommit_memory to 0"
+        ) from None
 
 
 def has_tensor_files(folder: Path) -> bool:
