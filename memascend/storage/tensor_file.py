@@ -65,7 +65,9 @@ class TensorFileWriter:
         aligned: bool = False,
     ) -> None:
         self._path, self._next = path, 0
-        self._layouts = [each for layout in layouts for each in (layout, *(padding_after(layout) if aligned else ()))]
+        paddings = padding_after(layouts) if aligned else {}
+        self._layouts = [each for layout in layouts for each in (layout, paddings.get(layout.name)) if each is not None]
+        self._paddings = set(map(id, paddings.values()))  # by identity, since a tensor may have such a name, too
         self.checksum: int | None = 0
         self.size = self.shared_bytes = 0
         self._file = open_anew(path)
@@ -112,7 +114,7 @@ class TensorFileWriter:
     def _padding_next(self) -> TensorLayout | None:
         """Return the layout of the next tensor if it is a padding, else None."""
         layout = self._layouts[self._next] if self._next < len(self._layouts) else None
-        return layout if layout is not None and layout.name.endswith(_PADDING) else None
+        return layout if layout is not None and id(layout) in self._paddings else None
 
     def _put(self, data: Any) -> None:
         """Append data to the file, and update checksum and size."""
@@ -158,10 +160,18 @@ def open_anew(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")  # a checkpoint file: access is controlled by the folder
 
 
-def padding_after(layout: TensorLayout) -> tuple[TensorLayout, ...]:
-    """Return the padding tensor that fills up to a whole block after a tensor, or nothing if none is needed."""
-    rest = -layout.nbytes % BLOCK_BYTES
-    return (TensorLayout(f"{layout.name}{_PADDING}", torch.uint8, (rest,)),) if rest else ()
+def padding_after(layouts: Sequence[TensorLayout]) -> dict[str, TensorLayout]:
+    """Return the padding tensor that fills up to a whole block after each tensor, by its name, if one is needed."""
+    taken = {layout.name for layout in layouts}
+    paddings: dict[str, TensorLayout] = {}
+    for layout in layouts:
+        if rest := -layout.nbytes % BLOCK_BYTES:
+            name = f"{layout.name}{_PADDING}"
+            while name in taken:
+                name += _PADDING
+            taken.add(name)
+            paddings[layout.name] = TensorLayout(name, torch.uint8, (rest,))
+    return paddings
 
 
 def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
@@ -201,8 +211,19 @@ class TensorFileReader:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, in the order in which they were written."""
-        return [name for name in self._header if not name.endswith(_PADDING)]
+        """Names of all tensors without padding, in the order in which they were written."""
+        names = list(self._header)
+        if self._start % BLOCK_BYTES:  # the file is not aligned, and has no padding
+            return names
+        return [name for name, before in zip(names, ["", *names], strict=False) if not self._is_padding(name, before)]
+
+    def _is_padding(self, name: str, before: str) -> bool:
+        """Return whether a tensor is the padding (`padding_after`) of the one called `before`, written just before."""
+        if not (name.startswith(f"{before}{_PADDING}") and before in self._header):
+            return False
+        begin, end = self._header[before]["data_offsets"]
+        rest = -(end - begin) % BLOCK_BYTES
+        return bool(rest) and self._header[name] == {"dtype": "U8", "shape": [rest], "data_offsets": [end, end + rest]}
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor called `name` in newly allocated memory."""

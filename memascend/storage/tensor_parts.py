@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ class TensorPartsWriter:
         aligned: bool = False,
     ) -> None:
         self._path = path
-        paddings = {layout.name: padding_after(layout) if aligned else () for layout in layouts}
-        every = [each for layout in layouts for each in (layout, *paddings[layout.name])]
+        paddings = padding_after(layouts) if aligned else {}
+        every = [each for layout in layouts for each in (layout, paddings.get(layout.name)) if each is not None]
         header = tensor_header(every, metadata, aligned=aligned)
         self._spans: dict[str, tuple[int, int]] = {}  # offset and bytes of each tensor
         place = len(header)
@@ -55,7 +54,7 @@ class TensorPartsWriter:
         try:
             os.ftruncate(self._file.fileno(), self.size)
             self._write_at(0, memoryview(header))
-            for padding in chain.from_iterable(paddings.values()):
+            for padding in paddings.values():
                 self.put(padding.name, 0, memoryview(bytes(padding.nbytes)))
         except BaseException:
             self._file.close()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
+from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import checkpoint, children, preparation, report
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
 from memascend.training.progress import add_cut_off_step, read_metrics, rewind_metrics
@@ -65,6 +66,29 @@ def test_aligned_tensors_begin_at_whole_blocks_and_padding_is_hidden(tmp_path):
     with TensorFileReader(path) as reader:
         assert reader.names == list(TENSORS)
         assert torch.equal(reader.read("fp32"), TENSORS["fp32"])
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("kind", [TensorFileWriter, TensorPartsWriter])
+def test_tensors_whose_names_end_in_padding_are_written_and_read(tmp_path, kind, aligned):
+    tensors = {
+        "x": torch.arange(5.0),
+        "x.padding": torch.arange(7.0),
+        "x.padding.padding": torch.arange(4096, dtype=torch.uint8),
+        "layer.padding": torch.arange(3.0),
+        "whole": torch.zeros(1024),
+        "whole.padding": torch.arange(9, dtype=torch.uint8),
+    }
+    path = tmp_path / "t.safetensors"
+    layouts = [TensorLayout(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with kind(path, layouts, aligned=aligned) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    loaded = load_file(path)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    with TensorFileReader(path) as reader:
+        assert reader.names == list(tensors)
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
 
 
 def test_a_tensor_is_read_into_given_or_new_memory(tmp_path):
