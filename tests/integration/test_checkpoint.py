@@ -109,9 +109,9 @@ def test_training_killed_while_saving_resumes_from_previous_checkpoint(tmp_path,
 
 
 def folder_of(save_dir: Path, tag: str, content: str) -> Path:
-    from memascend.integrations.deepspeed.checkpoint import _staging
+    from memascend.integrations.deepspeed.checkpoint import _place, _staging
 
-    staging = _staging(save_dir / tag)
+    staging = _staging(_place(save_dir, tag))
     shutil.rmtree(staging, ignore_errors=True)
     (staging / tag / "offloaded_tensors").mkdir(parents=True)
     (staging / tag / "model.pt").write_text(content)
@@ -143,7 +143,7 @@ def commit_and_die(save_dir: Path, tag: str, call: int, exchange: bool) -> bool:
 
         for name in ("fsync", "rename", "replace", "unlink"):
             setattr(os, name, dying(getattr(os, name)))
-        checkpoint._commit(checkpoint._staging(save_dir / tag), save_dir, tag, True)
+        checkpoint._commit(checkpoint._staging(checkpoint._place(save_dir, tag)), save_dir, tag, True)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -168,3 +168,87 @@ def test_commit_killed_at_any_call_leaves_a_whole_checkpoint(tmp_path, same_tag,
             assert not list(save_dir.glob(".*"))
             return
     raise AssertionError("the commit never came to its end")
+
+
+# -- files of others in the folder of a checkpoint ---------------------------------------------------------------------
+
+OTHERS = {"tokenizer.json": "a tokenizer", "adapter/config.json": "an adapter", "notes_model_states.pt": "notes"}
+STALE = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+def write_others(place: Path) -> None:
+    for name, text in OTHERS.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(text)
+
+
+def others_of(place: Path) -> dict[str, str]:
+    return {name: (place / name).read_text() for name in OTHERS if (place / name).exists()}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("linked", [False, True])
+def test_saving_again_keeps_files_that_are_not_the_checkpoints(tmp_path, monkeypatch, exchange, linked):
+    from memascend.integrations.deepspeed import checkpoint
+
+    if not exchange:
+        monkeypatch.setattr(checkpoint, "_exchanged", lambda *names: False)
+    save_dir, place = tmp_path / "out", tmp_path / "out" / "best"
+    if linked:
+        save_dir.mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").mkdir()
+    write_others(place)
+    place.chmod(0o2750)
+    for content in ("first", "second"):
+        checkpoint._commit(folder_of(save_dir, "best", content), save_dir, "best", True)
+        assert others_of(place) == OTHERS
+        assert (place / "model.pt").read_text() == content
+        assert not (place / STALE).exists()
+        (place / STALE).write_text("of the second of two ranks")
+    assert place.is_symlink() == linked
+    assert place.stat().st_mode & 0o7777 == 0o2750
+    assert not [*tmp_path.glob(".*"), *save_dir.glob(".*")]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_commit_killed_at_any_call_loses_no_other_file(tmp_path, exchange):
+    from memascend.integrations.deepspeed import checkpoint
+
+    for call in range(1, 100):
+        save_dir, place = tmp_path / str(call), tmp_path / str(call) / "best"
+        checkpoint._commit(folder_of(save_dir, "best", "old"), save_dir, "best", True)
+        write_others(place)
+        folder_of(save_dir, "best", "new")
+        lived = commit_and_die(save_dir, "best", call, exchange)
+        if not lived:
+            checkpoint._finish_replacement(place)
+        assert others_of(place) == OTHERS, f"lost at call {call}"
+        assert (place / "model.pt").read_text() == (place / "offloaded_tensors" / "a.swp").read_text()
+        if lived:
+            return
+    raise AssertionError("the commit never came to its end")
+
+
+def test_file_written_anew_after_a_kill_is_not_replaced_by_the_old_one(tmp_path):
+    from memascend.integrations.deepspeed import checkpoint
+
+    place, staging = tmp_path / "best", checkpoint._staging(tmp_path / "best")
+    old = staging / checkpoint._COMPLETE
+    write_others(old)
+    (staging / checkpoint._OTHERS).write_text(json.dumps(sorted({name.split("/")[0] for name in OTHERS})))
+    (place / "adapter").mkdir(parents=True)
+    (place / "adapter" / "weights.bin").write_text("new")
+    (place / "tokenizer.json").write_text("a new tokenizer")
+    checkpoint._finish_replacement(place)
+    assert others_of(place) == OTHERS | {"tokenizer.json": "a new tokenizer"}
+    assert (place / "adapter" / "weights.bin").read_text() == "new"
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "../best", "/tmp/best"])
+def test_tag_that_names_no_folder_in_the_save_dir_is_refused(tag):
+    from memascend.integrations.deepspeed import checkpoint
+
+    with pytest.raises(ValueError, match="does not name a folder in out; use a name such as 'best'"):
+        checkpoint._require_below("out", tag)
+    checkpoint._require_below("out", "epoch1/best")

@@ -62,7 +62,16 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, resource.RLIM_INFINITY))  # 
 out["full"] = refusal(first.save_checkpoint, folder / "full")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 out["left"] = [path.name for path in (folder / "full").iterdir()]
+(folder / "full" / "file").write_text("of the user")
+out["a_file"] = refusal(first.save_checkpoint, folder / "full", tag="file")
+out["above"] = refusal(first.save_checkpoint, folder / "full", tag="..")
 first.save_checkpoint(folder / "saved", tag="one")
+(folder / "saved" / "one" / "tokenizer.json").write_text("a tokenizer")
+first.save_checkpoint(folder / "saved", tag="one")
+out["beside"] = (folder / "saved" / "one" / "tokenizer.json").read_text()
+(folder / "nested" / "epoch1" / ".best.memascend-partial").mkdir(parents=True)  # left by a killed save
+first.save_checkpoint(folder / "nested", tag="epoch1/best")
+out["nested"] = sorted(path.name for path in (folder / "nested" / "epoch1").iterdir())
 out["unknown_tag"] = refusal(first.load_checkpoint, folder / "saved", tag="two")
 out["whole"] = [step(first) for _ in range(2)]
 second = engine(1)
@@ -98,6 +107,14 @@ def test_checkpoint_without_space_fails_in_one_line_leaving_nothing(found):
     assert "/full cannot be written (File too large), and nothing of global_step1 was kept; free space" in found["full"]
     assert "\n" not in found["full"]
     assert found["left"] == []
+
+
+def test_saving_neither_replaces_a_file_nor_removes_files_of_others(found):
+    assert "/full cannot be written (" in found["a_file"]
+    assert "/full/file is a file), and nothing of file was kept; free space, or name another folder" in found["a_file"]
+    assert "tag '..' does not name a folder in" in found["above"]
+    assert found["beside"] == "a tokenizer"
+    assert found["nested"] == ["best"]
 
 
 def test_training_continues_after_errors_and_second_engine_resumes_exactly(found):

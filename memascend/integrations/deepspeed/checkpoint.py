@@ -2,28 +2,38 @@
 
 Hooks: the two methods of ``DeepSpeedEngine``. A checkpoint is written to a staging folder in the same directory, made
 durable and renamed, and ``latest`` is replaced last, so that a crash at any instant leaves the previous checkpoint
-intact. :mod:`.swapped_states` saves the states of an optimizer on NVMe that stock DeepSpeed forgets.
+intact. Files that are not a checkpoint's own stay in its folder, as with stock DeepSpeed. :mod:`.swapped_states` saves
+the states of an optimizer on NVMe that stock DeepSpeed forgets.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from memascend.integrations.conventions import announce
-from memascend.storage.atomic_write import sync
+from memascend.storage.atomic_write import sync, write_atomically
 
 from .compat import CHECKPOINT_HOOKS, check_hooks
 from .swapped_states import ExactCheckpoints, read_frozen, write_frozen
 
 _OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder of swap files in a checkpoint
 _PARTIAL = ".memascend-partial"
+_COMPLETE, _OTHERS = f"complete{_PARTIAL}", f"others{_PARTIAL}"  # in a staging folder
+# DeepSpeed's names of what is in the folder of a checkpoint; the prefixes are those of ZeRO, experts and pipelines.
+_OWN = re.compile(
+    rf"{_OFFLOADED}|layer_\d+.*-model_states\.pt|"
+    r"((bf16_|fp16_)?zero_pp_rank_\d+_|expp_rank_\d+_|(layer_\d+_)?expert_\d+_)?mp_rank_\d+_?(model|optim)_states\.pt"
+)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
@@ -95,6 +105,7 @@ def _save(
         return stock_save(engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     _refuse_decoupled(engine)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    _require_below(save_dir, tag)
     try:
         with _staged(engine, Path(save_dir), tag, save_latest) as staging, _with_frozen_from_nvme(engine):
             with _swapping_left_to_us(engine):
@@ -128,7 +139,7 @@ def _load(
     if tag is None:
         return stock_load(engine, load_dir, tag, *options, custom_load_fn)  # warns, and returns (None, None)
     folder = Path(load_dir) / tag
-    _finish_replacement(folder)
+    _finish_replacement(_place(load_dir, tag))
     _require_ranks(engine, folder)
     swapped = engine.zero_nvme_offload_optimizer()
     _, load_optimizer_states, _, load_module_only = options
@@ -162,6 +173,14 @@ def _refuse_decoupled(engine: Any) -> None:
         raise ValueError(
             "save_checkpoint: a decoupled checkpoint writer may still be writing when the checkpoint is put in its "
             "place; set checkpoint.writer.decoupled to false"
+        )
+
+
+def _require_below(save_dir: str | os.PathLike[str], tag: str) -> None:
+    """Raise ValueError for a tag such as ``.`` or ``../best``, whose folder would not be one in ``save_dir``."""
+    if os.path.isabs(tag) or os.path.normpath(tag).split(os.sep)[0] in (os.curdir, os.pardir):
+        raise ValueError(
+            f"save_checkpoint: tag {tag!r} does not name a folder in {save_dir}; use a name such as 'best'"
         )
 
 
@@ -253,11 +272,15 @@ def _staged(engine: Any, save_dir: Path, tag: str, save_latest: bool) -> Iterato
     from deepspeed import comm as dist
 
     leads = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-    staging = _staging(save_dir / tag)
+    place = _place(save_dir, tag)
+    if place.exists() and not place.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{place} is a file")
+    staging = _staging(place)
     if leads:
-        for left_over in save_dir.glob(f".*{_PARTIAL}"):
-            _finish_replacement(save_dir / left_over.name[1 : -len(_PARTIAL)])
-            shutil.rmtree(left_over, ignore_errors=True)
+        for folder in dict.fromkeys((save_dir, place.parent)):
+            for left_over in folder.glob(f".*{_PARTIAL}"):
+                _finish_replacement(folder / left_over.name[1 : -len(_PARTIAL)])
+                shutil.rmtree(left_over, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
     try:
@@ -272,24 +295,41 @@ def _staged(engine: Any, save_dir: Path, tag: str, save_latest: bool) -> Iterato
     dist.barrier()
 
 
+def _place(save_dir: str | os.PathLike[str], tag: str) -> Path:
+    """Return the folder of a checkpoint; of a link its target, next to which it must be staged."""
+    place = Path(save_dir) / tag
+    return place.resolve() if place.is_symlink() else place
+
+
 def _staging(place: Path) -> Path:
     return place.parent / f".{place.name}{_PARTIAL}"
 
 
 def _commit(staging: Path, save_dir: Path, tag: str, save_latest: bool) -> None:
-    """Make the staged checkpoint durable and move it into place; ``latest`` is replaced last."""
+    """Make the staged checkpoint durable and move it into place; ``latest`` is replaced last.
+
+    What else was in the folder of that name, such as a tokenizer, is moved over to the new one. It is listed before, so
+    that `_finish_replacement` can still do that after a crash.
+    """
     _make_durable(staging)
     for path in staging.iterdir():
         if path.name != Path(tag).parts[0]:  # the script that DeepSpeed puts next to its checkpoints
-            os.replace(path, save_dir / path.name)
-    _put_in_place(staging / tag, save_dir / tag, staging / "replaced")
+            shutil.move(path, save_dir / path.name)  # by a copy if a link leads to another file system
+    place, complete, aside = _place(save_dir, tag), staging / _COMPLETE, staging / "replaced"
+    os.rename(staging / tag, complete)
+    if place.is_dir():
+        shutil.copymode(place, complete)
+    if others := _others(place, complete):
+        (staging / _OTHERS).write_text(json.dumps(others))
+        sync(staging / _OTHERS)
+        sync(staging)
+    _put_in_place(complete, place, aside)
+    for old in (complete, aside):
+        _move(_others(old, place), old, place)  # including what was made after the listing
+    sync(place)
     sync(save_dir)
     if save_latest:
-        temporary = staging / "latest"
-        temporary.write_text(tag)
-        sync(temporary)
-        os.replace(temporary, save_dir / "latest")
-        sync(save_dir)
+        write_atomically(save_dir / "latest", tag)
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -311,11 +351,40 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _finish_replacement(place: Path) -> None:
-    """Restore the old checkpoint after a crash between the two renames on a file system without exchange."""
-    aside = _staging(place) / "replaced"
+    """Undo or finish a replacement of ``place`` that a crash has cut off.
+
+    Between the two renames on a file system without exchange, the old checkpoint is restored. After them, the files
+    that are not a checkpoint's own are moved over to the new one.
+    """
+    staging = _staging(place)
+    aside = staging / "replaced"
     if aside.exists() and not place.exists():
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             os.rename(aside, place)
+    try:
+        others = json.loads((staging / _OTHERS).read_text())
+    except (FileNotFoundError, ValueError):  # nothing to move, or cut off before anything was replaced
+        return
+    if place.is_dir():
+        for old in (staging / _COMPLETE, aside):
+            _move(others, old, place)
+
+
+def _others(old: Path, new: Path) -> list[str]:
+    """Return the names in a checkpoint's folder (if it exists) that are not its own and not in the new one."""
+    names = os.listdir(old) if old.is_dir() else []
+    return [name for name in names if not _OWN.fullmatch(name) and not os.path.lexists(new / name)]
+
+
+def _move(names: Iterable[str], old: Path, new: Path) -> None:
+    """Move entries, as far as they exist, from one folder to another, where an existing file is newer and stays."""
+    for name in names:
+        source, target = old / name, new / name
+        with contextlib.suppress(FileNotFoundError):  # it was moved already, or another rank was faster
+            if not os.path.lexists(target):
+                os.rename(source, target)
+            elif target.is_dir() and source.is_dir() and not source.is_symlink():
+                _move(os.listdir(source), source, target)
 
 
 def _make_durable(folder: Path) -> None:
