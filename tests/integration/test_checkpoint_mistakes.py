@@ -60,6 +60,8 @@ step(first)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, resource.RLIM_INFINITY))  # a master weight has 4 MiB
 out["full"] = refusal(first.save_checkpoint, folder / "full")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, resource.RLIM_INFINITY))  # too little for torch.save
+out["full_for_torch"] = refusal(first.save_checkpoint, folder / "full")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 out["left"] = [path.name for path in (folder / "full").iterdir()]
 (folder / "full" / "file").write_text("of the user")
@@ -105,7 +107,8 @@ def found(tmp_path_factory):
 
 def test_checkpoint_without_space_fails_in_one_line_leaving_nothing(found):
     assert "/full cannot be written (File too large), and nothing of global_step1 was kept; free space" in found["full"]
-    assert "\n" not in found["full"]
+    assert "/full cannot be written (torch.save could not write a file), and nothing of" in found["full_for_torch"]
+    assert "\n" not in found["full"] + found["full_for_torch"]
     assert found["left"] == []
 
 

@@ -34,6 +34,8 @@ _OWN = re.compile(
     rf"{_OFFLOADED}|layer_\d+.*-model_states\.pt|"
     r"((bf16_|fp16_)?zero_pp_rank_\d+_|expp_rank_\d+_|(layer_\d+_)?expert_\d+_)?mp_rank_\d+_?(model|optim)_states\.pt"
 )
+# in the RuntimeError, which has no errno, of torch.save on a full disk
+_TORCH_WRITER = "inline_container", "PytorchStreamWriter", "iostream error"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 
 
@@ -113,12 +115,20 @@ def _save(
             if engine.zero_nvme_offload_optimizer():
                 _export(engine, tag, _rank_folder(engine, staging / tag))
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"save_checkpoint: {save_dir} cannot be written ({error.strerror or error}), and nothing of {tag} was "
-            "kept; free space, or name another folder",
-        ) from error
+        raise _unwritable(save_dir, tag, error.errno, error.strerror or str(error)) from error
+    except RuntimeError as error:
+        if not any(name in str(error) for name in _TORCH_WRITER):
+            raise
+        raise _unwritable(save_dir, tag, errno.EIO, "torch.save could not write a file") from error
     return True
+
+
+def _unwritable(save_dir: str | os.PathLike[str], tag: str, code: int | None, reason: str) -> OSError:
+    return OSError(
+        code,
+        f"save_checkpoint: {save_dir} cannot be written ({reason}), and nothing of {tag} was kept; free space, or name "
+        "another folder",
+    )
 
 
 def _load(
