@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -41,6 +42,7 @@ from memascend.training.processes import (
 )
 from memascend.training.progress import byte_count, read_metrics
 
+_PREPARATION = datetime.timedelta(days=7)  # the limit of the default process group is minutes
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
 
 
@@ -117,7 +119,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
     The first rank does what the parent does in `launch` and broadcasts the job to the others. All ranks must be on one
     machine, because swap files are local. Raises ValueError otherwise.
     """
-    import torch
+    import torch.distributed as group
 
     from memascend.training import worker as workers
 
@@ -129,6 +131,8 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
         raise ValueError(f"--ranks {config.ranks}, but the launcher started {ranks}; leave --ranks out")
     config = dataclasses.replace(config, ranks=ranks)
     backends.load(backends.DEEPSPEED).start(config.threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    # gloo, because its waits have no watchdog and end at once if the first rank ends
+    waiting = group.new_group(backend="gloo", timeout=_PREPARATION)
     with contextlib.suppress(NothingToDo), contextlib.ExitStack() as stack:
         job: dict[str, Any] | None = None
         if rank == 0:
@@ -138,9 +142,7 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
                 job = None
             except (ValueError, OSError) as error:
                 job = {"error": str(error)}
-        shared = [job]
-        torch.distributed.broadcast_object_list(shared)
-        job = shared[0]
+        job = _shared(job, waiting)
         if job is None:
             return 0
         if "error" in job:
@@ -149,11 +151,26 @@ def join(config: TrainConfig, *, resume: bool, wanted: dict[str, Any]) -> int:
             return 2
         worker = workers.Worker(job, sys.stdout)
         outcome = worker.run()
-        torch.distributed.barrier()
+        group.barrier()
         if outcome == NOTHING_TO_DO:
             raise NothingToDo
         return worker.stop.status if outcome == processes.STOPPED else 0
     return 0
+
+
+def _shared(job: dict[str, Any] | None, waiting: Any) -> dict[str, Any] | None:
+    """Return the first rank's job on every rank of the group `waiting`. Raises ValueError if the first rank has
+    ended."""
+    import torch.distributed as group
+
+    shared = [job]
+    try:
+        group.broadcast_object_list(shared, group=waiting)
+    except RuntimeError as error:  # the connection was closed
+        if group.get_rank() == 0:
+            raise
+        raise ValueError("the first rank ended while it prepared the run: its own output says why") from error
+    return shared[0]
 
 
 @contextlib.contextmanager
