@@ -96,7 +96,9 @@ class StreamOptions:
     `slot_multiple`: transfers are a multiple of this many elements. `read_ahead_bytes`: the most that may be in memory
     unused; by default only the pool limits it. `wait_s`: seconds that a fetch waits for a slot. `describe`: names a key
     in the messages that are passed to `warn` (by default the logger `memascend`). `before_write`: may wait until a
-    tensor may be overwritten; it is called without the stream's lock.
+    tensor may be overwritten; it is called without the stream's lock. `in_program_order`: which buffers a prefetch gets
+    and how many are free depends on the order of calls alone, as on every rank of a training. A buffer that a transfer
+    or a copy still works on then counts as free, and a prefetch waits for it.
     """
 
     owner: Owner | None = None
@@ -106,6 +108,7 @@ class StreamOptions:
     describe: Callable[[Hashable], str] = repr
     warn: Callable[[str], None] = _warn
     before_write: Callable[[Hashable], None] | None = None
+    in_program_order: bool = False
 
 
 class BufferTable:
@@ -226,7 +229,7 @@ class BufferTable:
             if sum(slot.nbytes for slot in idle) + wanted * dtype.itemsize > self._options.read_ahead_bytes:
                 return None
         entry = self.lease(key)
-        if entry is None:
+        if entry is None and not self._options.in_program_order:
             self._take_a_copied_one(self.numels[key])
             entry = self.lease(key)
         if entry is not None:
@@ -327,11 +330,32 @@ class BufferTable:
                 self._lose(entry, Use.COPIED)
                 return
 
+    def free_count(self) -> int:
+        """Return how many slots of the pool a fetch or a prefetch would get; 1 while there is no pool."""
+        self.sweep()
+        if self.pool is None:
+            return 1
+        leaving = [entry for entry in self.retiring if entry.source is self.pool and self._options.in_program_order]
+        return self.pool.free_count() + len(leaving)
+
+    def make_space_ahead(self, numel: int) -> StreamEntry | None:
+        """Return what `make_space` does for a prefetch in program order, which takes only what the device has copied,
+        the tensor that has had its buffer for longest first."""
+        leaving = self._retiring_one(numel)
+        if leaving is None and not self.seeking:
+            for entry in self.entries.values():
+                if self.use(entry) is Use.COPIED and self._shares_a_class(entry, numel):
+                    self._lose(entry, Use.COPIED)
+                    return entry
+        return leaving
+
+    def _retiring_one(self, numel: int) -> StreamEntry | None:
+        return next((entry for entry in self.retiring if self._shares_a_class(entry, numel)), None)
+
     def make_space(self, numel: int, keep: Collection[Hashable]) -> StreamEntry | None:
         """Return a retiring tensor whose slot fits, for the caller to wait for, or None. Retires one if necessary."""
-        for entry in self.retiring:
-            if self._shares_a_class(entry, numel):
-                return entry
+        if (leaving := self._retiring_one(numel)) is not None:
+            return leaving
         latest_first = list(reversed(self.entries.values()))
         for use in (Use.COPIED, Use.IDLE):
             for entry in latest_first:

@@ -92,8 +92,7 @@ class WeightStream:
     def free_count(self) -> int:
         """Return how many slots of the pool a fetch or a read-ahead would get at once; 1 while there is no pool."""
         with self._table.lock:
-            self._table.sweep()
-            return 1 if self._table.pool is None else self._table.pool.free_count()
+            return self._table.free_count()
 
     def statistics(self) -> StreamStatistics:
         """Return the counts since the stream was created, as a copy. Any thread."""
@@ -112,16 +111,20 @@ class WeightStream:
         Tensors that already have a buffer are skipped. Raises KeyError (not registered) and errors of the storage.
         """
         started, used_up = [], set()  # used_up: sizes (numel) for which no slot is left
-        with self._table.lock:
-            for key in keys:
+        for key in keys:
+            with self._table.lock:
                 numel = self._table.numels[key]
                 if key in self._table.entries:
                     continue
-                if numel in used_up or self._table.start_ahead(key) is None:
-                    used_up.add(numel)
-                    self._table.counts.denied += 1
-                    continue
+                entry = None if numel in used_up else self._table.start_ahead(key)
+            if entry is None and numel not in used_up and self._options.in_program_order:
+                entry = self._start_ahead_in_order(key)
+            if entry is not None:
                 started.append(key)
+                continue
+            used_up.add(numel)
+            with self._table.lock:
+                self._table.counts.denied += 1
         return started
 
     @whole
@@ -291,6 +294,16 @@ class WeightStream:
         self.flush()
 
     # -- waits, entered without the lock ----------------------------------------------------------------------------
+
+    def _start_ahead_in_order(self, key: Hashable) -> StreamEntry | None:
+        """Start reading a tensor after waiting for the buffer that it gets in program order; None if it gets none."""
+        self._await_writes(key)
+        with self._table.lock:
+            leaving = self._table.make_space_ahead(self._table.numels[key])
+        if leaving is not None:
+            self._settle(leaving)
+        with self._table.lock:
+            return self._table.start_ahead(key)
 
     def _enter(self, key: Hashable, keep: Collection[Hashable], *, reading: bool) -> StreamEntry:
         """Return the tensor's entry with one more user; with `reading`, its read has been started, unless an earlier

@@ -188,6 +188,30 @@ def test_mandatory_read_waits_for_the_event_of_its_buffer(swapper, device, gathe
     assert (swapper.released_gathered, swapper.buffers_beside_pool) == (1, 0)
 
 
+def test_one_of_several_ranks_waits_for_the_event_rather_than_skip_a_prefetch(swapper, device, gathers, monkeypatch):
+    from memascend.integrations.deepspeed import param_swapper
+
+    pool, ranks = swapper.pool, SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    monkeypatch.setattr(param_swapper, "dist", ranks)
+    swapper._start_stream()
+    swapper.stream.use_pool(pool)
+    first, second, third = (parameter(number) for number in range(3))
+    for param in (first, second, third):
+        swapper.stream.register(param.ds_id, NUMEL)
+        param.nvme_swapper = swapper
+    swapper.swap_in([first], async_op=False)
+    gathers.NoGatherHandle(first)
+    swapper.swap_in([second], async_op=True)
+    assert (device.events[0].passed, second.ds_tensor.status.name) == (True, "INFLIGHT")
+    swapper.synchronize_reads()
+    gathers.NoGatherHandle(second)
+    swapper.remove_partition_and_release_buffers([second])
+    assert (swapper.available_swap_in_buffers(), device.events[1].passed) == (1, False)
+    swapper.swap_in([third], async_op=True)
+    assert (device.events[1].passed, third.ds_tensor.status.name) == (True, "INFLIGHT")
+    assert swapper.buffers_beside_pool == 0
+
+
 def test_gather_without_an_event_keeps_its_buffer(swapper, device):
     first, second = parameter(0), parameter(1)
     swapper.swap_in([first], async_op=False)

@@ -46,6 +46,7 @@ class FakeStorage:
 
     def __init__(self, manual=False):
         self.kept, self.manual, self.log, self.in_flight = {}, manual, [], {}
+        self._transfer = Transfer
         self.refuse = self.fail_reads = self.fail_writes = None
 
     def fill(self, *keys, numel=NUMEL):
@@ -60,7 +61,7 @@ class FakeStorage:
     def _start(self, kind, key, act, failure):
         if self.refuse is not None:
             raise self.refuse
-        transfer = Transfer(act)
+        transfer = self._transfer(act)
         self.log.append((kind, key))
         self.in_flight[kind, key] = transfer
         if not self.manual:
@@ -571,6 +572,83 @@ def test_owner_decides_which_tensors_may_be_evicted(storage):
     assert stream.prefetch(["d"]) == ["d"]
     assert lost == [("a", Use.IDLE), ("b", Use.COPIED)]
     assert stream.drop("c")
+
+
+class LateTransfer(Transfer):
+    """A transfer that ends only when it is waited for."""
+
+    def wait(self):
+        if not self.done():
+            self.end()
+        super().wait()
+
+
+class Rank:
+    """A rank of a training, whose transfers and copies end early, or `late`: not before they are waited for."""
+
+    def __init__(self, *, late, in_program_order):
+        storage = FakeStorage(manual=late)
+        storage._transfer = LateTransfer if late else Transfer
+        storage.fill(*"abcdefg")
+        self.late, self.uses, self.lost = late, {}, []
+        extra = OnDemandBuffers(HALF, PageAlignedPinnedAllocator(lock=False), name="extra")
+        quiet = {"warn": lambda line: None}
+        self.stream = stream_of(storage, 3, owner=self, extra=extra, in_program_order=in_program_order, **quiet)
+
+    def use_of(self, key):
+        return self.uses.get(key, Use.IDLE)
+
+    def dropped(self, key, use):
+        self.lost.append((key, use, self.uses.pop(key, None)))
+
+    def do(self, what, key, others):
+        """Do one operation of a training, as far as it applies, and return all that was decided."""
+        started, stream = None, self.stream
+        if what == "prefetch":
+            started = stream.prefetch(others)
+        elif what == "fetch":
+            self.uses[key] = Use.NEEDED
+            assert value(stream.fetch([key])[0]) == 1 + "abcdefg".index(key)
+        elif what == "gather" and self.uses.get(key) is Use.NEEDED:
+            event = FakeEvent()
+            event.passed = not self.late
+            stream.copied(key, event)
+            self.uses[key] = Use.COPIED
+        elif what == "drop":
+            stream.drop(key)
+            self.uses.pop(key, None)
+        return what, key, started, stream.free_count(), [each in stream for each in "abcdefg"], list(self.lost)
+
+
+def decisions(**rank):
+    random_source, rank = random.Random(0), Rank(**rank)
+    kinds = ("prefetch", "fetch", "gather", "gather", "drop")
+    return [
+        rank.do(random_source.choice(kinds), random_source.choice("abcdefg"), random_source.sample("abcdefg", 3))
+        for _ in range(400)
+    ]
+
+
+def test_ranks_with_faster_and_slower_devices_decide_alike():
+    """DeepSpeed gathers what was read ahead: if that differed, so would the collectives of the ranks."""
+    early = decisions(late=False, in_program_order=True)
+    assert early == decisions(late=True, in_program_order=True)
+    assert early != decisions(late=True, in_program_order=False)
+    assert any(started for _, _, started, *_ in early)
+    assert {use for *_, lost in early for _, use, _ in lost} == {Use.COPIED, Use.IDLE}
+
+
+def test_prefetch_in_program_order_waits_for_the_copy_of_its_buffer(storage):
+    event, late = FakeEvent(), FakeEvent()
+    stream = stream_of(storage, 2, in_program_order=True)
+    stream.fetch(["a", "b"])
+    stream.copied("a", event)
+    assert (stream.prefetch(["c", "d"]), event.waited) == (["c"], True)
+    stream.copying("b", late)
+    stream.release("b")
+    assert (stream.free_count(), late.waited) == (1, False)
+    assert (stream.prefetch(["d"]), late.waited) == (["d"], True)
+    assert [value(tensor) for tensor in stream.fetch(["c", "d"])] == [3, 4]
 
 
 def test_closing_frees_all_slots(storage):

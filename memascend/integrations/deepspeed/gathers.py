@@ -2,7 +2,7 @@
 
 A gather copies partitions from host buffers to the device. On an asynchronous device such a copy may still be reading
 the buffer when DeepSpeed marks the parameter as available. Therefore an event is recorded after each copy, and a buffer
-is taken from a gathered parameter only once its event has completed. A gather by any other way than those listed below
+is reused only once its event has completed. A gather by any other way than those listed below
 (in a changed DeepSpeed) records no event, and its buffers stay in use until DeepSpeed releases them.
 """
 

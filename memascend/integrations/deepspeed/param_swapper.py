@@ -109,6 +109,8 @@ class _PooledParameterSwapper(AsyncPartitionedParameterSwapper):
                 slot_multiple=self.numel_alignment,
                 describe=lambda key: f"parameter {key} of shape {self._shapes.get(key)}",
                 warn=log.warning if is_logging_rank() else lambda line: None,
+                # What was read ahead decides what DeepSpeed gathers together, which must be equal on all ranks.
+                in_program_order=dist.is_initialized() and dist.get_world_size() > 1,
             ),
         )
 
