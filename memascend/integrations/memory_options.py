@@ -164,24 +164,28 @@ def apply_memory_options(
     return applied
 
 
-def initialize_with_options(
-    initialize: Callable[..., Any], options: MemoryOptions, allocator: Allocator | None, folder: str | None = None
-) -> Callable[..., Any]:
-    """Return a `deepspeed.initialize` that applies the options to each new model first.
+def applying_options(
+    options: MemoryOptions, allocator: Allocator | None, folder: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of functions with an argument `model`, which apply the options to each new model first.
 
-    Offloaded checkpoints are allocated by `allocator`; activations go to `folder` unless their section names another.
+    A model gets them once, from whichever of the functions sees it first. Offloaded checkpoints are allocated by
+    `allocator`; activations go to `folder` unless their section names another.
     """
     seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @functools.wraps(initialize)
-    def with_options(*args: Any, **kwargs: Any) -> Any:
-        model = inspect.signature(initialize).bind(*args, **kwargs).arguments.get("model")
-        if model is not None and model not in seen:
-            apply_memory_options(model, options, allocator=allocator, folder=folder)
-            seen.add(model)
-        return initialize(*args, **kwargs)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_options(*args: Any, **kwargs: Any) -> Any:
+            model = inspect.signature(function).bind(*args, **kwargs).arguments.get("model")
+            if model is not None and model not in seen:
+                apply_memory_options(model, options, allocator=allocator, folder=folder)
+                seen.add(model)
+            return function(*args, **kwargs)
 
-    return with_options
+        return with_options
+
+    return decorate
 
 
 def _require(what: str, module: str, extra: str = "make setup CUDA=1") -> None:

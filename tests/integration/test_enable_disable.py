@@ -20,6 +20,7 @@ CONFIG = {
 
 
 def places():
+    import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import OpBuilder
@@ -37,6 +38,8 @@ def places():
         "fp16": type(get_accelerator()).is_fp16_supported,
         "save": DeepSpeedEngine.save_checkpoint,
         "load": DeepSpeedEngine.load_checkpoint,
+        "engine": DeepSpeedEngine.__init__,
+        "initialize": deepspeed.initialize,
     }
 
 
@@ -44,9 +47,10 @@ def test_disable_restores_every_hook():
     import memascend
 
     before = places()
-    memascend.enable(CONFIG)
+    memascend.enable(CONFIG, loss="plain")
     assert places()["optimizer"] is not before["optimizer"]
     assert places()["linear"] is not before["linear"]
+    assert places()["engine"] is not before["engine"]
     memascend.disable()
     assert places() == before
 

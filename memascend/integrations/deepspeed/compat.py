@@ -55,6 +55,7 @@ def _stage3(part: str, method: str, *arguments: str, named: tuple[str, ...] = ()
 
 HOOKS: tuple[Hook, ...] = (
     Hook("memory options", "deepspeed", "initialize", ("args", "model"), ("config", "config_params")),
+    Hook("memory options", "deepspeed", "DeepSpeedEngine.__init__", ("self", "args", "model")),
     Hook("the key in the JSON", "deepspeed", "zero.Init.__init__", ("self",), ("config_dict_or_path", "config")),
     Hook("I/O engine", "deepspeed.ops.op_builder.builder", "OpBuilder._loaded_ops", None),
     Hook("I/O engine", f"{_SWAP}.utils", "swap_in_tensors", ("swap_handle", "tensor_buffers", "swap_paths")),

@@ -24,7 +24,7 @@ from typing import Any
 
 from memascend.integrations.configuration import read_configuration
 from memascend.integrations.conventions import is_logging_rank
-from memascend.integrations.memory_options import initialize_with_options
+from memascend.integrations.memory_options import applying_options
 from memascend.memory.budget import HostBudget
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator, PowerOfTwoPinnedAllocator
@@ -156,8 +156,11 @@ def _install(state: Enabled, ds_config: dict[str, Any], options: EnableOptions) 
         _install_cpu_shims(state, ds_config, options.gather_clone)
     allocator = _allocator(parts, state.ledger)
     if options.memory:
-        initialize = initialize_with_options(deepspeed.initialize, options.memory, allocator, _nvme_folder(ds_config))
-        _replace(state, deepspeed, "initialize", initialize)
+        # Every engine passes through the constructor, even if a script has imported `initialize` by name before; it is
+        # better to fail before that, while there is no half-made engine.
+        with_options = applying_options(options.memory, allocator, _nvme_folder(ds_config))
+        for owner, name in ((deepspeed, "initialize"), (deepspeed.DeepSpeedEngine, "__init__")):
+            _replace(state, owner, name, with_options(getattr(owner, name)))
     _install_optimizer(state, options, derived, allocator)
     if options.minimum_swap_bytes is not None:
         state.shims.append(f"minimum-swap-bytes={options.minimum_swap_bytes}")
