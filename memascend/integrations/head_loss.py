@@ -29,10 +29,11 @@ def replace_head_loss(model: Any, summed_loss: SummedLoss) -> Callable[[], None]
     """Compute the training loss of `model` by `summed_loss`; return a function that undoes the change.
 
     The outputs of training passes then have no logits. Evaluation, generation and calls without labels are unchanged.
-    Raises ValueError for a model whose head is not a linear layer or whose loss is not transformers' causal LM loss,
-    and RuntimeError if the loss is already replaced.
+    In a model of peft it is the loss of the model inside. Raises ValueError for a model whose head is not a linear
+    layer or whose loss is not transformers' causal LM loss, and RuntimeError if the loss is already replaced.
     """
-    return _HeadLoss(model, summed_loss).install()
+    inside = getattr(model, "get_base_model", None)
+    return _HeadLoss(inside() if callable(inside) else model, summed_loss).install()
 
 
 @dataclass

@@ -96,6 +96,25 @@ def test_already_shifted_labels_are_used_unchanged():
     assert_close(loss_and_gradients(model, **inputs, shift_labels=shifted), expected)
 
 
+# peft uses the old name of a transformers function.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_chunked_loss_trains_a_model_of_peft_like_its_own_loss():
+    peft = pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '.[test]'")
+
+    def adapted():
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = make("llama")
+        return peft.get_peft_model(model, lora).train()
+
+    expected, model = loss_and_gradients(adapted(), **batch()), adapted()
+    applied = apply_memory_options(model, MemoryOptions(loss="chunked"), chunk_bytes=1)
+    assert_close(loss_and_gradients(model, **batch()), expected)
+    assert model(**batch()).logits is None
+    applied.undo()
+    assert_close(loss_and_gradients(model, **batch()), expected)
+    assert model(**batch()).logits is not None
+
+
 def test_chunked_loss_returns_a_tuple_on_request():
     model = make("qwen2")
     loss = model(**batch()).loss
