@@ -75,17 +75,7 @@ class PathAttempts:
         raised: list[BaseException] = []
 
         def start() -> None:
-            stopped: BaseException | None = None
-            with self._lock:
-                if transfer._cancelled:
-                    stopped = RequestCancelled(f"{transfer._what} was cancelled")
-                elif path.hanging:
-                    stopped = nothing_ends(path, self._failures.hang_s)
-                else:
-                    path.in_flight[attempt] = time.monotonic()
-                    self._busy.begin(write)
-                    self._failures.watch()
-            if stopped is not None:
+            if (stopped := self._note_start(attempt, transfer)) is not None:
                 path.lock.leave()
                 ended(stopped)
                 return
@@ -115,6 +105,19 @@ class PathAttempts:
         begun_here = False
         if raised:
             raise raised[0]
+
+    def _note_start(self, attempt: Attempt, transfer: PathTransfer) -> BaseException | None:
+        """Note that an attempt starts now, or return why it must not start."""
+        path = attempt.path
+        with self._lock:
+            if transfer._cancelled:
+                return RequestCancelled(f"{transfer._what} was cancelled")
+            if path.hanging:
+                return nothing_ends(path, self._failures.hang_s)
+            path.in_flight[attempt] = time.monotonic()
+            self._busy.begin(attempt.write)
+            self._failures.watch()
+        return None
 
     def _over(self, attempt: Attempt, nbytes: int) -> bool:
         """Record the end of an attempt. Returns False if it was given up before, so that nobody waits for its end."""

@@ -274,6 +274,11 @@ def add_cut_off_step(
         out.write(json.dumps(row) + "\n")
 
 
+def nothing_to_do(step: int, steps: int) -> str:
+    """Return the line for a run whose kept states are at its last step, or past it."""
+    return f"nothing to do: the states are at step {step} of {steps}; raise --steps"
+
+
 def progress_output() -> TextIO:
     """Return the stream for progress lines: the parent's standard output, since libraries print to our own."""
     number = os.environ.pop("MEMASCEND_PROGRESS_FD", None)

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,6 +44,7 @@ from memascend.training.progress import (
     add_cut_off_step,
     byte_count,
     first_step_note,
+    nothing_to_do,
     progress_output,
     read_metrics,
     rewind_metrics,
@@ -148,7 +150,7 @@ class Worker:
         kept = self._kept_step(source)
         if kept is not None and kept > self.steps:
             if self.rank == 0:
-                print(_nothing_to_do(kept, self.steps), file=self.out, flush=True)
+                print(nothing_to_do(kept, self.steps), file=self.out, flush=True)
             return False
         if kept is not None and kept >= (source.step if source else 1):
             self._go_on(source)
@@ -254,7 +256,7 @@ class Worker:
 
     def _train(self) -> str:
         if self.step == self.steps and self._has_evaluated() and self.config.checkpoints == "none":
-            self.progress.say(_nothing_to_do(self.step, self.steps))
+            self.progress.say(nothing_to_do(self.step, self.steps))
         if self.step and self._after_step(False):  # evaluation and checkpoint that a kill or a stop interrupted
             return STOPPED
         while self.step < self.steps:
@@ -468,18 +470,12 @@ class Worker:
             self.progress.say(f"stopped after step {self.step} of {self.steps}{missing}; to continue:")
             self.progress.say(f"  memascend train --output {root} --resume")
         elif self.config.checkpoints == "none":
-            self.progress.say(
-                f"done: states kept on the SSD, report in {root / 'report.md'}; weights for from_pretrained:"
-            )
+            said = f"done: states kept on the SSD, report in {root / 'report.md'}; weights for from_pretrained:"
+            self.progress.say(said)
             self.progress.say(f"  memascend export {root} NEW_FOLDER")
         else:
-            self.progress.say(
-                f"done: weights for from_pretrained in {self.folder.model}, report in {root / 'report.md'}"
-            )
-
-
-def _nothing_to_do(step: int, steps: int) -> str:
-    return f"nothing to do: the states are at step {step} of {steps}; raise --steps"
+            written = f"done: weights for from_pretrained in {self.folder.model}, report in {root / 'report.md'}"
+            self.progress.say(written)
 
 
 def main() -> int:
@@ -487,15 +483,12 @@ def main() -> int:
     job = json.loads(Path(sys.argv[1]).read_text())
     result = Path(job["results"]) / f"result{os.environ['RANK']}.json"
     try:
-        worker = Worker(job, progress_output())
-        outcome = worker.run()
+        outcome = (worker := Worker(job, progress_output())).run()
         result.write_text(json.dumps({"outcome": outcome}))
     except (ValueError, OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
             result.write_text(json.dumps({"error": " ".join(str(error).split())}))
         sys.stdout.flush()
-        import traceback
-
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(2)
