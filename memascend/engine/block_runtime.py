@@ -21,6 +21,10 @@ class Visit(Protocol):
     unit: Unit
     backward: int
 
+    @property
+    def is_to_compute(self) -> bool:
+        """Whether backward needs tensors of the block that are not recomputed yet."""
+
     def begin_visit(self) -> None: ...
 
     def end_visit(self) -> None: ...
@@ -82,7 +86,7 @@ class BlockRuntime:
         """Called when the first visit of a pass has ended, or none will come. `by`: the micro-batch of that pass."""
 
     def require_not_updated(self, unit: Unit) -> None:
-        """Raise if an update of the block's weights has begun, since the block cannot be recomputed then."""
+        """Raise if an update of the unit's weights has begun, since nothing can be computed with them then."""
 
     def passed(self, unit: Unit, forward_s: float, backward_s: float) -> None:
         """Record the seconds of a pass through the block in memory, in one direction (inf for the other one). The

@@ -153,8 +153,11 @@ class ModelHooks:
 
         @whole
         def fetch(*_: Any) -> None:
-            if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-                runtime().backward_begins()  # not within a reentrant checkpoint's nested one, which follows
+            if torch._C._current_graph_task_id() != -1:
+                if torch.is_grad_enabled():
+                    runtime().backward_begins()  # not within a reentrant checkpoint's nested one, which follows
+                if not self._weights.is_copied(unit):
+                    runtime().require_not_updated(unit)
             if unit.kind is Kind.LOOKED_UP and torch.is_grad_enabled():
                 runtime().reaches(unit)
             self._weights.take(unit)

@@ -38,6 +38,9 @@ class MatrixRuntime(Protocol):
     def backward_begins(self) -> None:
         """Called within the user's backward pass, before a gradient is used."""
 
+    def require_not_updated(self, unit: Unit) -> None:
+        """Raise if an update of the slice has begun, since nothing can be computed with it then."""
+
     def arrive(self, part: Part, gradient: torch.Tensor) -> None:
         """Take over the gradient of a slice, which includes all of its uses in this pass."""
 
@@ -99,7 +102,10 @@ class StreamedRows:
     @contextmanager
     def open(self, number: int, ahead: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         weights, unit = self._runtime.weights, self._slices[number]
-        if self._uses.with_graph or torch._C._current_graph_task_id() != -1:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            self._runtime.require_not_updated(unit)
+        if self._uses.with_graph or in_backward:
             self._runtime.reaches(unit)
         weights.take(unit)
         try:

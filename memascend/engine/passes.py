@@ -166,8 +166,9 @@ class PassRuntime(GradientAccess):
     def require_not_updated(self, unit: Unit) -> None:
         if self.updates.has_begun(unit):
             raise NotStreamable(
-                f"{unit.key} would have to be recomputed within one backward pass, after the update of its weights has "
-                "begun: delay updates (wait=True when the optimizer is created)"
+                f"{unit.key} would have to be computed again within one backward pass, after the update of its weights "
+                "has begun: delay updates (wait=True when the optimizer is created), and use checkpoints with "
+                "use_reentrant=False"
             )
 
     @whole
@@ -185,7 +186,15 @@ class PassRuntime(GradientAccess):
 
     def _use(self, part: Part, gradient: torch.Tensor) -> None:
         """Pass a part's gradient on to the updates."""
-        self.updates.arrive(part, gradient, wait=self._waits or not self._is_last, last=self._is_last)
+        wait, last = self._waits or not self._is_last, self._is_last
+        self.updates.arrive(part, gradient, wait=wait, last=last, is_needed=self._is_to_compute)
+
+    def _is_to_compute(self, key: str) -> bool:
+        """Return whether the pass at work has yet to recompute a block, for which its weights must not change."""
+        visit = self.visits.open
+        if visit is None or visit.unit.key != key:
+            return self.at_work.uses.get(key, 0) > 0
+        return visit.is_to_compute
 
     @whole
     def _backward_ends(self) -> None:

@@ -239,6 +239,11 @@ class BlockPass:
             self._leave()
             self._runtime.weights.give_back(self.unit)
 
+    @property
+    def is_to_compute(self) -> bool:
+        """Whether backward needs tensors of the block that are not recomputed yet."""
+        return self._computed_in != self.backward and any(handle() is not None for handle in self._handles)
+
     def forget_visit(self) -> None:
         """Drop the recomputed tensors."""
         self._values, self._had, self._since = {}, (_no_node, {}), math.inf
@@ -384,6 +389,8 @@ class StreamedForward(BlockForward):
         """Run the block with its weights in memory; with a graph as a `BlockPass`. Raises NotStreamable if gradient
         checkpointing of transformers is on."""
         block: Any = self._block()
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint around the block, or a hook
+            self.runtime.require_not_updated(self.unit)
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise NotStreamable(
                 f"gradient checkpointing of transformers is on in {self.unit.key}: the engine already recomputes by "

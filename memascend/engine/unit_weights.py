@@ -10,6 +10,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memascend.engine.device import DeviceWeights
 from memascend.engine.errors import NotStreamable
-from memascend.engine.layout import Unit
+from memascend.engine.layout import Part, Piece, Unit
 from memascend.engine.mmap_parameters import forget
 from memascend.engine.model_units import ModelUnits
 from memascend.engine.placeholder_parameters import placeholder_class
@@ -26,6 +27,43 @@ from memascend.engine.weights import WeightStream
 from memascend.storage.interrupts import whole
 
 _WITH_DLPACK = ("cpu", "cuda", "xpu")
+_OWN_REFERENCES = 2  # C++ references to a parameter whose gradient has come: Python's, and its AccumulateGrad's
+
+
+@dataclass
+class _Span:
+    """Parts of a unit whose weights share a storage while the unit is in use: those of one piece, one that is cut into
+    several pieces, or all frozen ones. Updates of other pieces leave that memory alone."""
+
+    pairs: list[tuple[Part, nn.Parameter]] = field(default_factory=list)
+    storage: StorageWeakRef | None = None  # of the use in progress, or of the last one
+    references: int = 0  # to that storage, when only the parameters refer to it
+
+    def count(self) -> int:
+        """Return the number of references to the storage."""
+        return 0 if self.storage is None else torch._C._storage_Use_Count(self.storage.cdata)
+
+    def of(self, unit: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the span, with gaps, of a unit's weights, as a view."""
+        first, last = self.pairs[0][0], self.pairs[-1][0]
+        return unit[first.first : last.first + last.numel]
+
+
+def _use_count(parameter: nn.Parameter) -> int:
+    """Return the number of C++ references to a parameter, which a node has that saves the parameter itself."""
+    count: int = parameter._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def _spans(unit: Unit, pairs: list[tuple[Part, nn.Parameter]]) -> list[_Span]:
+    """Return the spans of a unit with these parameters."""
+    begins = {piece.runs[0].part.key for piece in unit.pieces}
+    spans: list[_Span] = []
+    for part, parameter in pairs:
+        if not spans or part.key in begins or (spans[-1].pairs[-1][0].trained and not part.trained):
+            spans.append(_Span())
+        spans[-1].pairs.append((part, parameter))
+    return spans
 
 
 class UnitWeights:
@@ -49,6 +87,7 @@ class UnitWeights:
         self._uses: dict[str, int] = {}
         self._marks: dict[str, list[tuple[int, int]]] = {}  # `_mark` of units in use, as of their first use
         self._storages: dict[str, list[StorageWeakRef]] = {}  # storages of a unit's uses, by its key
+        self._spans = {unit.key: _spans(unit, units.pairs(unit)) for unit in units.layout.units}
         self._lent: dict[str, Unit] = {}  # units whose memory is still referred to: one use each, parameters empty
         # Set by the engine: raises in a forked child, and where the weights are those of a step half done.
         self.require_usable: Callable[[], None] = lambda: None
@@ -95,16 +134,22 @@ class UnitWeights:
             self._fetch(unit)
             self._uses[unit.key] = self._uses.get(unit.key, 0) + 1
         if self._uses[unit.key] == 1:
-            values = self.values(unit)
-            if self.device.type in _WITH_DLPACK:  # a separate storage over the same memory, for this use
-                values = torch.from_dlpack(values)  # type: ignore[attr-defined]
-                memory = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
-                self._views(unit).append(memory)
-            for part, parameter in self.units.pairs(unit):
-                if parameter in self._classes:
-                    parameter.__class__ = self._classes[parameter][0]
-                parameter.data = values[part.first : part.first + part.numel].view(part.shape)
+            for span in self._spans[unit.key]:
+                self._fill(unit, span)
+                span.references = span.count()
             self._marks[unit.key] = self._mark(unit)
+
+    def _fill(self, unit: Unit, span: _Span) -> None:
+        """Let the parameters of a span refer to their weights."""
+        values, begin = span.of(self.values(unit)), span.pairs[0][0].first
+        if self.device.type in _WITH_DLPACK:  # a separate storage over the same memory, for this use
+            values = torch.from_dlpack(values)  # type: ignore[attr-defined]
+            span.storage = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+            self._views(unit).append(span.storage)
+        for part, parameter in span.pairs:
+            if parameter in self._classes:
+                parameter.__class__ = self._classes[parameter][0]
+            parameter.data = values[part.first - begin : part.first - begin + part.numel].view(part.shape)
 
     def _mark(self, unit: Unit) -> list[tuple[int, int]]:
         """Return (address, version) of each parameter of the unit."""
@@ -159,6 +204,25 @@ class UnitWeights:
             return False
         gc.collect()  # the reference may be part of a cycle of unreachable objects
         return bool(self._views(unit))
+
+    def is_shared(self, unit: Unit, piece: Piece) -> bool:
+        """Return whether anything but its parameters refers to the memory of a piece's weights, of which the gradients
+        have come: autograd does for a use without a gradient (`weight.detach()`) whose backward is still to come. On an
+        accelerator always False, since an update does not change its copies."""
+        if self._on_device is not None or not self.is_in_use(unit):
+            return False
+        spans = self._spans[unit.key]
+        if len(self._views(unit)) > len(spans):  # of an earlier use
+            return True
+        own = piece.runs[0].part
+        for span in spans:
+            if any(part is own for part, _ in span.pairs):
+                return span.count() > span.references or any(_use_count(p) > _OWN_REFERENCES for _, p in span.pairs)
+        return False  # a slice, whose memory autograd never has
+
+    def is_copied(self, unit: Unit) -> bool:
+        """Return whether the unit's weights are in use as a copy, on an accelerator, that updates do not change."""
+        return self._on_device is not None and self.is_in_use(unit)
 
     def _views(self, unit: Unit) -> list[StorageWeakRef]:
         """Return the storages of the unit's uses that are still referred to."""

@@ -48,7 +48,8 @@ class Updates:
     latency, while a second AdamW thread would take cores from backward's products. Why each piece has a state
     (`StepPieces`): its gradient comes in several parts, possibly again in a later pass, and a unit's weights must not
     change while backward still computes with them. So an update waits until its piece is complete, and weights are
-    written when all pieces of the unit are updated.
+    written when all pieces of the unit are updated. If backward may use a piece's weights after its last gradient, the
+    piece is left incomplete until the end of the unit's visit, or of the backward pass.
     """
 
     def __init__(
@@ -120,9 +121,12 @@ class Updates:
         if self.arm == "optimized" and self._states is not None and self._expected and not self.touched:
             self._states.read_ahead(self._expected)
 
-    def arrive(self, part: Part, gradient: torch.Tensor, *, wait: bool, last: bool) -> None:
+    def arrive(
+        self, part: Part, gradient: torch.Tensor, *, wait: bool, last: bool, is_needed: Callable[[str], bool]
+    ) -> None:
         """Take ownership of a part's gradient. `wait`: it goes to the tier; otherwise it is used at once. `last`: it is
-        the last one of this parameter in this step. Blocks while too many bytes of gradients are in memory.
+        the last one of this parameter in this step. `is_needed(key)`: whether this pass has yet to recompute a unit.
+        Blocks while too many bytes of gradients are in memory.
 
         Raises the error of an update that has failed, and NotStreamable for a second gradient in one backward pass.
         """
@@ -138,7 +142,9 @@ class Updates:
         self._thread.hold_back(flat.nbytes)
         for piece, _ in self._places[part.key]:
             if self._pieces.add(piece, part.key, flat):
-                self._complete(piece, wait=wait, last=last)
+                unit = self._units[piece.unit]
+                if wait or not (is_needed(unit.key) or self._weights.is_shared(unit, piece)):
+                    self._complete(piece, wait=wait, last=last)
 
     def _complete(self, piece: Piece, *, wait: bool, last: bool) -> None:
         """Submit the next stage of a piece that has all gradients of this pass: spill them, or update it."""

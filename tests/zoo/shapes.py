@@ -758,6 +758,82 @@ class GradientPenalty(Stack):
 # -- objects, attributes, memory that is shared ------------------------------------------------------------------------
 
 
+class Shared(nn.Module):
+    """Is used with and without a gradient of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x, frozen):
+        return F.linear(x, self.weight.detach() if frozen else self.weight)
+
+
+class FrozenAtTimes(nn.Module):
+    """Autograd saves the parameter itself, and no view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x, frozen):
+        self.scale.requires_grad_(not frozen)
+        x = x * self.scale
+        self.scale.requires_grad_(True)
+        return x
+
+
+@shape
+class AWeightUsedWithoutAGradientFirst(Stack):
+    """Backward has the weight's gradient before it computes with the weight for the last time."""
+
+    shared: type[nn.Module] = Shared
+
+    def __init__(self):
+        super().__init__()
+        self.common = self.shared()
+
+    def blocks(self, x):
+        return self.common(super().blocks(self.common(x, True)), False)
+
+
+@shape
+class AParameterFrozenForAWhile(AWeightUsedWithoutAGradientFirst):
+    shared = FrozenAtTimes
+
+
+@shape
+class AWeightUsedWithoutAGradientInACheckpoint(AWeightUsedWithoutAGradientFirst):
+    def blocks(self, x):
+        x = checkpoint(self.common, x, True, use_reentrant=False)
+        return self.common(Stack.blocks(self, x), False)
+
+
+class UsesItsWeightTwice(Mlp):
+    def forward(self, x):
+        return super().forward(x + F.linear(x, self.up.weight[:WIDTH].detach()))
+
+
+@shape
+class AWeightUsedWithoutAGradientInBlocks(Stack):
+    block = UsesItsWeightTwice
+
+
+class HandsOnFrozen(Mlp):
+    def forward(self, x, common):
+        return super().forward(common(x, True))
+
+
+@shape
+class AWeightThatBlocksUseWithoutAGradient(AWeightUsedWithoutAGradientFirst):
+    block = HandsOnFrozen
+
+    def blocks(self, x):
+        for layer in self.layers:
+            x = layer(x, self.common)
+        return self.common(x, False)
+
+
 class Bag:
     """An object that pytree does not know, and that is not a dataclass."""
 
@@ -1082,5 +1158,7 @@ REFUSED = {
     "ABlockThatReturnsItsParameter": "layers.0 returns or keeps a view of its own weights",
     "AFunctionThatKeepsAViewOfItsWeight": "layers.0 returns or keeps a view of its own weights",
     "TwoViewsOfOneTensorOfWhichOneIsChanged": "shares its memory with another one",
-    "ReentrantCheckpointsAroundBlocksCalledTwice": "gets a second gradient in one backward pass",
+    "ReentrantCheckpointsAroundBlocksCalledTwice": "computed again within one backward pass, after the update",
+    "AWeightUsedWithoutAGradientInACheckpoint": "common would have to be computed again within one backward pass",
+    "AWeightThatBlocksUseWithoutAGradient": "common would have to be computed again within one backward pass",
 }
