@@ -18,7 +18,7 @@ def info(run: Path) -> dict[str, Any]:
 
     `step`: completed steps, by the newest of metrics rows, checkpoints and states. `steps`: planned steps, None if
     --epochs determines them and the text is not prepared. `kept_step`: the step of the states on the SSD, None if there
-    are none. Raises ValueError if the folder is not a run.
+    are none, and while the run trains, since its process has them open. Raises ValueError if the folder is not a run.
     """
     folder = RunFolder(run)
     require_run(folder)
@@ -27,7 +27,8 @@ def info(run: Path) -> dict[str, Any]:
     steps = [row for row in rows if row["kind"] == "step"]
     evaluations = [row for row in rows if row["kind"] == "eval"]
     found, refused = checkpoint.listed(folder.checkpoints)
-    kept, partial = _kept(folder)
+    trains = _trains(folder)
+    kept, partial = _kept(folder) if trains is None else (None, False)
     seconds = [row["seconds"] for row in steps if row["seconds"] is not None]
     planned = config.steps or (launch.planned_steps(config, prepared) if prepared else None)
     return {
@@ -37,7 +38,7 @@ def info(run: Path) -> dict[str, Any]:
         "system": config.system,
         "dtype": config.dtype,
         "prepared": prepared is not None,
-        "trains": _trains(folder),
+        "trains": trains,
         "step": max((kept or 0, *(row["step"] for row in steps), *(each.step for each in found))),
         "steps": planned,
         "resumes_from": max(kept or 0, *(each.step for each in found), 0),
@@ -113,7 +114,11 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append("evaluation   of the last step is missing: --resume makes it")
     if not found["prepared"]:
         lines.append("text         not prepared (prepared.json is missing): --resume prepares it")
-    elif found["step"] and not found["kept_step"] and not any(each["full"] for each in found["checkpoints"]):
+    elif (
+        found["step"]
+        and not (found["kept_step"] or found["trains"])
+        and not any(each["full"] for each in found["checkpoints"])
+    ):
         lines.append("checkpoint   none to continue from: --resume starts from the beginning")
     for each in found["checkpoints"]:
         lines.append(f"checkpoint   {each['path']}{'' if each['full'] else ' (weights only)'}")

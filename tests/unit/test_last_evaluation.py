@@ -89,6 +89,22 @@ def test_info_reports_incomplete_states_under_both_names(run, monkeypatch):
     assert "states       incomplete: a step was interrupted" in as_text(found)
 
 
+def test_info_of_a_run_that_trains_leaves_its_states_alone(run, monkeypatch):
+    """A second process that opens them stalls the training."""
+
+    def opened(_):
+        raise AssertionError("the states were opened")
+
+    monkeypatch.setattr("memascend.training.info._kept", opened)
+    with run.held(resume=True) as lock:
+        lock.say("process 12")
+        found = info(run.root)
+    assert (found["trains"], found["kept_step"], found["step"]) == ("process 12", None, 2)
+    said = as_text(found)
+    assert "starts from the beginning" not in said
+    assert said.splitlines()[-1] == "next         wait: it trains (process 12)"
+
+
 def test_info_without_preparation_does_not_announce_a_fresh_start(run):
     run.prepared.unlink()
     said = as_text(info(run.root))
