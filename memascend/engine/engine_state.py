@@ -235,6 +235,8 @@ class EngineState(HookedRuntime):
             return
         layout = self.layout
         weights = sum(layout.unit_numel(unit) for unit in layout.units) * layout.weights.itemsize
+        trained = [unit for unit in layout.units if unit.trained]
+        written = sum(map(layout.step_numel, trained)) * layout.weights.itemsize
         states = sum(map(layout.states_numel, layout.pieces)) * layout.stored_states.itemsize
         measured = SwapRates(
             gpu=swapping.flops / blocks_s,
@@ -247,9 +249,9 @@ class EngineState(HookedRuntime):
             measured,
             self._profile.outside_s / blocks_s,
             weights=weights,
-            gradients=weights,
-            update_read=weights + states,
-            update_written=weights + states,
+            gradients=sum(piece.numel for piece in layout.pieces) * layout.weights.itemsize,
+            update_read=weights + states,  # backward also reads frozen weights, to recompute their blocks
+            update_written=written + states,
         )
         log.info("memascend: %s", decision)
 

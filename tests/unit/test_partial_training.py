@@ -11,6 +11,8 @@ from memascend.engine.frozen import FrozenApart
 from memascend.engine.layout import Kind, UnitParameters, make_layout, padded
 from memascend.engine.options import EngineOptions
 from memascend.engine.runtime import StreamingEngine
+from memascend.engine.swap import Swapping
+from memascend.engine.traffic import STATES, WEIGHTS, step_traffic
 from memascend.memory.ledger import Ledger
 from memascend.memory.pinned import PageAlignedPinnedAllocator
 from memascend.ops.adamw import AdamW
@@ -114,6 +116,26 @@ def test_adapter_step_writes_at_most_twice_what_it_trains(tmp_path, dtype):
     states = sum(layout.states_numel(piece) for piece in layout.pieces) * layout.states.itemsize
     assert written <= 2 * (weights + states)
     assert written < sum(unit.numel for unit in layout.units) * dtype.itemsize / 2
+    engine.close()
+
+
+def test_swapping_counts_as_written_what_a_step_of_adapters_writes(tmp_path, monkeypatch):
+    told, stock = [], Swapping.decide
+
+    def decide(self, rates, outside_share, **traffic):
+        told.append(traffic)
+        return stock(self, rates, outside_share, **traffic)
+
+    monkeypatch.setattr(Swapping, "decide", decide)
+    ours = made(torch.bfloat16)
+    engine = begin(ours, tmp_path / "session", swap="all")
+    train(ours, engine, [0])
+    layout, (traffic,) = engine.layout, told
+    written = step_traffic(layout, engine.options).written_by_kind()
+    assert traffic["update_written"] == written[WEIGHTS] + written[STATES]
+    assert traffic["gradients"] == 2 * sum(p.numel() for p in ours.parameters() if p.requires_grad)
+    assert traffic["weights"] == 2 * sum(map(layout.unit_numel, layout.units))
+    assert traffic["update_read"] == traffic["weights"] + written[STATES]  # frozen ones are read to recompute blocks
     engine.close()
 
 
