@@ -112,7 +112,7 @@ def _digest(model: nn.Module) -> bytes:
     """Return a digest of the buffers' values. An operator may change running averages unnoticed by autograd."""
     found = hashlib.blake2b(digest_size=16)
     for _, name, buffer in persistent_buffers(model):
-        values = buffer.detach().cpu().contiguous()
+        values = buffer.detach().cpu().contiguous().resolve_conj().resolve_neg()
         found.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
         if values.numel():
             found.update(values.view(-1).view(torch.uint8).numpy().data)

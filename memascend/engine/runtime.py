@@ -36,7 +36,7 @@ from memascend.engine.device import synchronize
 from memascend.engine.engine_state import RELEASED
 from memascend.engine.groups import Groups
 from memascend.engine.in_place_update import Redo, store_space
-from memascend.engine.kept_buffers import buffer_space_bytes
+from memascend.engine.kept_buffers import buffer_space_bytes, persistent_buffers
 from memascend.engine.mmap_parameters import releasable_bytes
 from memascend.engine.model_guards import (
     left_empty,
@@ -52,6 +52,7 @@ from memascend.engine.saving import BackgroundSave, Extracts, Targets
 from memascend.memory.pinned import Allocator, PageAlignedPinnedAllocator
 from memascend.storage import leaving
 from memascend.storage.interrupts import whole
+from memascend.storage.tensor_file import can_be_written
 
 log = logging.getLogger("memascend")
 
@@ -76,6 +77,14 @@ class StreamingEngine(Accumulation):
             )
         if kept := whole_in_memory(self.layout):
             log.info("memascend: %s", kept)
+        for _, name, buffer in persistent_buffers(self.model):
+            if not can_be_written(buffer.dtype):
+                log.warning(
+                    "memascend: %s is %s, for which the safetensors format has no code, so that session.save(...) will "
+                    "be refused: convert it, or register the buffer with persistent=False",
+                    name,
+                    buffer.dtype,
+                )
 
     # -- begin and end -------------------------------------------------------------------------------------------------
 

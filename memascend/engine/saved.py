@@ -103,7 +103,7 @@ def _model_file(
     file = TensorPartsWriter(folder / MODEL, layouts, {"format": "pt"})
     files.append(file)
     for name, values in buffers.items():  # written at once, since training may change them
-        file.write(name, values.detach().cpu().contiguous())
+        file.write(name, values.detach().cpu().contiguous().resolve_conj().resolve_neg())
     return {(name, WEIGHTS): [Target(file, name)] for name in parameters}
 
 

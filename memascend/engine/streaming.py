@@ -300,7 +300,8 @@ class streaming:
             raised it.
 
         Raises:
-            ValueError: the folder exists and is not empty, or the disk is full.
+            ValueError: the folder exists and is not empty, the disk is full, or a buffer has a dtype that safetensors
+                files cannot hold (complex128); the log says so when the optimizer is created.
             RuntimeError: there is no optimizer yet, or a step is in progress: call `optimizer.step()` first.
 
         Example:

@@ -24,6 +24,11 @@ _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_TRAINED = set(_CODES.values())  # codes that a model to be trained may have in its files
+_CODES |= {
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+}  # fmt: skip
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _CHUNK_BYTES = 16 << 20
 _PADDING = ".padding"  # name suffix of a tensor that fills up to a whole block, since the format allows no gaps
@@ -34,13 +39,25 @@ _PADDING = ".padding"  # name suffix of a tensor that fills up to a whole block,
 Share = Callable[[str, Callable[[int, int], bool]], bool]
 
 
+def can_be_written(dtype: torch.dtype) -> bool:
+    """Return whether the format has a code for a dtype."""
+    return dtype in _CODES
+
+
 @dataclass(frozen=True)
 class TensorLayout:
-    """Name, dtype and shape of a tensor that will be written."""
+    """Name, dtype and shape of a tensor that will be written. Raises ValueError for a dtype without a code."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not can_be_written(self.dtype):
+            raise ValueError(
+                f"{self.name} is {self.dtype}, for which the safetensors format has no code: convert it, or register "
+                "the buffer with persistent=False"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -185,15 +202,17 @@ def _header_of(path: Path, file: Any) -> tuple[dict[str, Any], int]:
         raise ValueError(f"{path} is not a safetensors file: {error}") from None
 
 
-def tensor_spans(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Return dtype, shape, begin and end offset in the file, by name. Raises ValueError for an unsupported dtype."""
+def tensor_spans(path: Path, *, to_train: bool = False) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """Return dtype, shape, begin and end offset in the file, by name. Raises ValueError for an unsupported dtype, and
+    with `to_train` also for one that no weights in training have."""
+    supported = _TRAINED if to_train else _DTYPES
     with path.open("rb") as file:
         header, start = _header_of(path, file)
     spans = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in supported:
             raise ValueError(f"{path}: {name} is {entry['dtype']}, which cannot be trained: use 16- or 32-bit weights")
         begin, end = entry["data_offsets"]
         spans[name] = _DTYPES[entry["dtype"]], tuple(entry["shape"]), start + begin, start + end
@@ -240,9 +259,9 @@ class TensorFileReader:
 
     def require(self, name: str, dtype: torch.dtype, numel: int) -> None:
         """Raise ValueError unless there is a tensor called `name` with this dtype and number of elements."""
-        entry = self._entry(name)
-        if entry["dtype"] != _CODES[dtype] or torch.Size(entry["shape"]).numel() != numel:
-            got = f"{_CODES[dtype]} of {numel} elements"
+        entry, code = self._entry(name), _CODES.get(dtype, str(dtype))
+        if entry["dtype"] != code or torch.Size(entry["shape"]).numel() != numel:
+            got = f"{code} of {numel} elements"
             raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ class TensorFolder:
 
     def _open(self, path: Path) -> None:
         """Map a file, and add its tensors. Raises ValueError if it is truncated."""
-        spans, size = tensor_spans(path), path.stat().st_size
+        spans, size = tensor_spans(path, to_train=True), path.stat().st_size
         if any(end > size for _, _, _, end in spans.values()):
             whole = max(end for _, _, _, end in spans.values())
             raise ValueError(f"{path} is cut short: {size} of {whole} bytes; {_AGAIN}")

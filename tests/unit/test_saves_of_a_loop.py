@@ -13,6 +13,7 @@ from torch import nn
 from memascend.engine.options import EngineOptions
 from memascend.engine.snapshot import Snapshot
 from memascend.engine.streaming import streaming
+from memascend.storage.byte_views import flat_bytes
 from memascend.storage.tensor_parts import TensorPartsWriter
 from tests.unit.test_streaming_engine import batches, model
 from tests.unit.test_streaming_loop import begin, loop
@@ -36,6 +37,30 @@ class Normed(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(self.norm(x)))
         return x.square().mean()
+
+
+class Turning(nn.Module):
+    """A model with buffers of dtypes that no weights have."""
+
+    def __init__(self, **buffers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        for name, values in buffers.items():
+            self.register_buffer(name, values)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+ODD_BUFFERS = {
+    "turns": torch.polar(torch.ones(4), torch.arange(4.0)),
+    "back": torch.polar(torch.ones(4), torch.arange(4.0)).conj(),
+    "codes": torch.randn(5).to(torch.float8_e4m3fn),
+    "ranges": torch.randn(5).to(torch.float8_e5m2),
+    "counts": torch.tensor([1, 1 << 31], dtype=torch.uint32),
+}
 
 
 def full_in_a_save(monkeypatch):
@@ -105,6 +130,33 @@ def test_save_and_load_use_buffers_of_the_saved_step(tmp_path):
     session.load(tmp_path / "save")
     assert all(torch.equal(buffer, then[name]) for name, buffer in ours.named_buffers())
     assert loop(ours, optimizer, data[2:]) == expected
+    session.close()
+
+
+def test_buffers_of_all_dtypes_of_the_format_are_saved_and_loaded(tmp_path):
+    session, _ = begin(Turning(**ODD_BUFFERS), tmp_path / "run")
+    session.save(tmp_path / "save").wait()
+    found = load_file(tmp_path / "save" / "model.safetensors")
+    session.close()
+    zeros = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in ODD_BUFFERS.items()}
+    other, _ = begin(again := Turning(**zeros), tmp_path / "other")
+    other.load(tmp_path / "save")
+    for name, values in ODD_BUFFERS.items():
+        for each in (found[name], getattr(again, name)):
+            assert each.dtype == values.dtype
+            assert torch.equal(flat_bytes(each), flat_bytes(values.resolve_conj())), name
+    other.close()
+
+
+def test_buffer_that_no_file_can_hold_is_named_before_training(tmp_path, caplog):
+    ours = Turning(turns=torch.zeros(3, dtype=torch.complex128), codes=torch.zeros(3))
+    session, optimizer = begin(ours, tmp_path / "run")
+    assert [line for line in caplog.messages if "turns is torch.complex128" in line and "persistent=False" in line]
+    ours(torch.ones(2, 16)).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"^turns is torch\.complex128, for which the safetensors format has no code"):
+        session.save(tmp_path / "save")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     session.close()
 
 

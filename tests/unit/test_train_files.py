@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from memascend.storage.tensor_file import TensorFileReader, TensorFileWriter, TensorLayout, tensor_spans
+from memascend.storage.tensor_folder import TensorFolder
 from memascend.storage.tensor_parts import TensorPartsWriter
 from memascend.training import checkpoint, children, preparation, report
 from memascend.training.folder import OWNER, Lock, RunFolder, SwapFolder, collect_dead
@@ -44,6 +45,15 @@ def test_safetensors_library_reads_a_file_written_tensor_by_tensor(tmp_path):
     loaded = load_file(tmp_path / "t.safetensors")
     assert set(loaded) == set(TENSORS)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_file_of_float8_weights_is_read_but_no_model_to_train(tmp_path):
+    path, values = tmp_path / "model.safetensors", torch.randn(6).to(torch.float8_e4m3fn)
+    with TensorFileWriter(path, [TensorLayout("w", values.dtype, (6,))]) as writer:
+        writer.write("w", values)
+    assert tensor_spans(path)["w"][0] == values.dtype
+    with pytest.raises(ValueError, match="w is F8_E4M3, which cannot be trained: use 16- or 32-bit weights"):
+        TensorFolder(tmp_path)
 
 
 def test_checksum_covers_the_whole_file(tmp_path):
