@@ -228,7 +228,8 @@ class ActivationCache:
             return InMemory(tensor, "")
         name = self._where()
         if not self._is_activation(tensor):
-            return InMemory(tensor, name)
+            # An alias, so that a streaming engine that counts references to a weight's memory also sees this one.
+            return InMemory(tensor.detach(), name)
         storage = tensor.untyped_storage()
         with self._lock:
             self._release_unreferenced()
