@@ -10,12 +10,10 @@ import ast
 import contextlib
 import csv
 import difflib
-import hashlib
 import json
 import math
 import os
 import re
-import subprocess
 import tomllib
 from collections import Counter
 from functools import cache, cached_property
@@ -26,7 +24,7 @@ from memascend.suggestions import did_you_mean
 from workflows import registry
 from workflows.experiments import Experiments
 from workflows.refusals import checked, fail
-from workflows.run import no_result
+from workflows.run import no_result, provenance
 from workflows.staleness import Tree, versions
 
 NAMED_TARGETS = ("figures", "tables", "claims", "report", "exhibits", "artifact", "artifact-verify", "flagship")
@@ -356,10 +354,7 @@ class Configuration:
     @property
     def commit(self) -> str:
         """The commit of the checkout, whose sources the artifact contains, and a digest of uncommitted changes."""
-        words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        found = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-        changes = subprocess.run(["git", "diff", "HEAD"], capture_output=True, check=False).stdout
-        return found + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
+        return provenance.checkout()
 
     @property
     def bundle(self) -> str:

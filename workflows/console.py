@@ -140,7 +140,8 @@ class Console(logging.Filter):
             # Their pictures alone have been made: the pages and the score would be those of an earlier call.
             for paper in (papers[target] for target in targets if target in papers):
                 drawn = [exhibit for exhibit in self.known.built if self.known.entries[exhibit]["paper"] == paper]
-                print(f"Drawn: {Path(self.known.figures, f'{paper}-*.svg')}, {len(drawn)} exhibits")
+                noun = "exhibit" if len(drawn) == 1 else "exhibits"
+                print(f"Drawn: {Path(self.known.figures, f'{paper}-*.svg')}, {len(drawn)} {noun}")
             for exhibit in (target for target in targets if target not in papers):
                 numbers = Path(self.known.derived, "exhibits", f"{exhibit}.csv")
                 more = f", its numbers: {numbers}" if exhibit in self.known.with_table else ""

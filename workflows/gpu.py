@@ -16,11 +16,9 @@ runs use the CPU, with the smallest twins. A rehearsal checks the procedure; it 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from memascend.suggestions import did_you_mean
 from workflows import stages
 from workflows.refusals import ready
 from workflows.run.children import require_device
-from workflows.run.provenance import ROOT
+from workflows.run.provenance import checkout
 from workflows.stages import Stage
 
 if TYPE_CHECKING:
@@ -298,13 +296,6 @@ def count(args: argparse.Namespace) -> int:
     return 1 if missing or not ended["ok"] else 0
 
 
-def commit() -> str:
-    """Return the commit of the checkout, with a digest of uncommitted changes, because they make stages out of date."""
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run(["git", "-C", str(ROOT), "diff", "HEAD"], capture_output=True, check=False).stdout
-    return head.stdout.strip() + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
-
-
 def report(args: argparse.Namespace, outcomes: list[stages.Outcome]) -> str:
     """Return the lines that say where to look."""
     figures = Path(folders(args.out)["figures_dir"], "index.html")
@@ -363,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
         print("stopped before the first stage", file=sys.stderr)
         return 130
     try:
-        outcomes = stages.run_stages(stages_of(args), args.out, commit(), again=args.again)
+        outcomes = stages.run_stages(stages_of(args), args.out, checkout(), again=args.again)
     except KeyboardInterrupt:
         print(
             f"stopped; {args.out / stages.TABLE} has the stages so far, and the same command continues", file=sys.stderr

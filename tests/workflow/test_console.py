@@ -91,7 +91,7 @@ def test_target_of_a_paper_reports_its_pictures_and_no_old_score(tmp_path: Path,
     )
     Console(known, []).end(["mlp-offload"])
     said = capsys.readouterr().out
-    assert "Drawn: figures/mlpoffload-*.svg, 1 exhibits" in said
+    assert "Drawn: figures/mlpoffload-*.svg, 1 exhibit\n" in said
     assert "reproduced" not in said
     assert "index.html" not in said
 

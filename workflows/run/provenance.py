@@ -68,6 +68,14 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def checkout() -> str:
+    """Return the commit of the checkout, ``-dirty`` and a digest if there are uncommitted changes; "" without git."""
+    words = ["git", "-C", str(ROOT), "diff", "HEAD"]
+    changes = subprocess.run(words, capture_output=True, check=False).stdout
+    commit = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return commit + (hashlib.sha256(changes).hexdigest()[:8] if changes else "")
+
+
 def write_record(out: Path, run_id: str, kind: str, code_digest: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Write the record of a run atomically and return it; `fields` override the fields that every record has.
 
