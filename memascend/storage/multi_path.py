@@ -183,7 +183,7 @@ class MultiPathTier(TierBase):
     @property
     def free_bytes(self) -> int:
         self._require_open()
-        return sum(path.tier.free_bytes for path in self._paths if path.usable)
+        return sum(path.free_bytes for path in self._paths if path.usable)
 
     @property
     def transferred(self) -> Transferred:

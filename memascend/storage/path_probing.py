@@ -95,7 +95,7 @@ class PathProber:
         """The thread's target: measure a path, report its rates, and wait for transfers that were given up."""
         probed = _Probed(path, self._hang_s, self._stopped)
         try:
-            if path.tier.free_bytes < needed_bytes:
+            if path.free_bytes < needed_bytes:
                 return
             if (rates := self._measured_alone(path, probed, state)) is not None:
                 self._measured(path, rates)

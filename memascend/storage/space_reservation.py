@@ -17,7 +17,7 @@ def reserve(shares: Mapping[StoragePath, float], more_bytes: int, place: str) ->
     `place` is for messages. Raises StorageError (ENOSPC) if all paths together do not have that much.
     """
     left = more_bytes
-    free = {path: path.tier.free_bytes for path in shares}
+    free = {path: path.free_bytes for path in shares}
     if more_bytes > sum(free.values()):
         reason = f"the tier has not that much free ({', '.join(f'{p.name} {free[p]}' for p in free)})"
         raise StorageError("allocation", place, 0, more_bytes, sum(free.values()), errno.ENOSPC, reason)
@@ -29,7 +29,7 @@ def reserve(shares: Mapping[StoragePath, float], more_bytes: int, place: str) ->
             part = min(part, left)
             try:
                 path.tier.reserve(reserved[path] + part)
-            except StorageError:  # not all of its free space is usable for tensors
+            except OSError:  # not all of its free space is usable for tensors, or the path is gone
                 free[path] = 0
                 continue
             reserved[path] += part

@@ -43,6 +43,14 @@ class StoragePath:
         """Whether the path was not taken out of use."""
         return self.failure is None
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes available on the path; 0 if it cannot say, since its folder or device is gone."""
+        try:
+            return self.tier.free_bytes
+        except OSError:
+            return 0
+
 
 @dataclass(frozen=True)
 class PathReport:

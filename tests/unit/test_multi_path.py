@@ -414,6 +414,17 @@ def test_space_missing_on_a_path_is_reserved_on_others(paths):
         two.tier.reserve(8 << 20)
 
 
+def test_vanished_folder_has_no_space_and_others_are_reserved(paths):
+    two = paths(kind="files")
+    before = two.tier.free_bytes
+    shutil.rmtree(two.folder / "a")
+    assert 0 < two.tier.free_bytes < 0.9 * before  # half of it, as other programs use the disk meanwhile
+    two.tier.reserve(8 << 20)
+    shutil.rmtree(two.folder / "b")
+    with pytest.raises(StorageError, match="not that much free"):
+        two.tier.reserve(1 << 40)
+
+
 def test_no_path_left_is_one_error_with_every_reason(paths):
     two = paths()
     two.write(2)
