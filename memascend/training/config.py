@@ -241,6 +241,14 @@ class TrainConfig:
         label = self.model.rstrip("/").rsplit("/", 1)[-1]
         return Path(self.output or f"runs/{label if self.twin == 1 else f'{label}-k{self.twin}'}").absolute()
 
+    def with_absolute_places(self) -> TrainConfig:
+        """Return the configuration with absolute paths of its swap files and devices.
+
+        A run may be resumed from another folder.
+        """
+        lists = {name: [str(Path(path).absolute()) for path in getattr(self, name)] for name in ("devices", "tiers")}
+        return dataclasses.replace(self, nvme=str(Path(self.nvme).absolute()) if self.nvme else None, **lists)
+
     @property
     def peak_learning_rate(self) -> float:
         """Learning rate after the warm-up; its default depends on whether the weights are initialised."""

@@ -203,6 +203,7 @@ def _opened(
                 config = configs.resumed(saved, wanted)
                 if config.output_folder != folder.root:  # the run's folder was moved or copied
                     config = dataclasses.replace(config, output=str(folder.root))
+            config = config.with_absolute_places()
             systems.check(config)
             if resume:
                 left_states.require_found(config, saved.get("nvme"), folder)
@@ -263,7 +264,7 @@ def _composed(
         raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
-    made = missing_folders(Path(config.nvme).absolute()) if config.nvme else []
+    made = missing_folders(Path(config.nvme)) if config.nvme else []
     nvme = swap_folder(config.nvme, "--nvme") if config.nvme else folder.root / "swap"
     for line in collect_dead(nvme, folder.root):
         say(line)

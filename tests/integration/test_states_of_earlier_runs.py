@@ -23,9 +23,10 @@ OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--save-every", "0", "
 def killed(tmp_path_factory):
     """Kill a run in or after its fourth step; return its folder. Its states are in `ssd` next to it."""
     parent = tmp_path_factory.mktemp("killed")
-    options = [*OPTIONS, "--data", str(text_folder(parent)), "--nvme", str(parent / "ssd")]
+    options = [*OPTIONS, "--data", str(text_folder(parent)), "--nvme", "ssd"]
     with subprocess.Popen(
         command(parent / "run", *options),
+        cwd=parent,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -50,6 +51,12 @@ def copy(killed, tmp_path):
     (states,) = (killed.parent / "ssd").iterdir()
     shutil.copytree(states, systems.states_folder(config))
     return config
+
+
+def test_run_with_a_relative_folder_is_resumed_from_another_directory(killed):
+    config = launch.saved_config(RunFolder(killed))
+    assert config.nvme == str(killed.parent / "ssd")
+    assert systems.states_folder(config).parent == killed.parent / "ssd"
 
 
 def test_new_run_in_place_of_a_removed_one_does_not_continue_its_states(copy, killed):
