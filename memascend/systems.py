@@ -105,6 +105,15 @@ def require_versions(name: str, versions: str) -> None:
         )
 
 
+def require_order(name: str, order: str) -> None:
+    """Raise ValueError if a system cannot run the micro-batches of a step in the order `order`."""
+    if order == "vertical" and not hasattr(load(name), "accumulates_vertically"):
+        raise ValueError(
+            f"accumulation 'vertical': system {name!r} only supports horizontal accumulation: remove it, or use "
+            "--system lohan"
+        )
+
+
 def require_kept_states(name: str, checkpoints: str) -> None:
     """Raise a one-line ValueError if checkpoints are not full and the system's states do not outlive the run."""
     if checkpoints == "full":

@@ -40,3 +40,9 @@ def step_options(work: Workload) -> EngineOptions:
 
     options = options_of(work)
     return as_they_come(options, TORCH_DTYPES[work.dtype]) or options
+
+
+def runs_side_by_side(work: Workload) -> bool:
+    """Return whether the micro-batches of a step run side by side, if they turn out to be independent."""
+    possible = work.on_cpu and work.stack.checkpointing != "ssd" and work.arm_name not in SWAPPING_ARMS
+    return possible and work.accumulation > 1 and work.accumulation_order != "horizontal"

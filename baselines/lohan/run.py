@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from memascend.baselines.lohan.options import options_of
+from memascend.baselines.lohan.options import options_of, runs_side_by_side
 from memascend.engine.layout import Kind, Layout, UnitParameters, make_layout
 from memascend.engine.options import EngineOptions
 from memascend.engine.speculation import as_they_come, break_even
@@ -41,6 +41,7 @@ class PlannedRun:
     uses: dict[str, MatrixUse]
     options: EngineOptions
     input_numel: int  # elements of a block's input
+    side_by_side: bool  # whether all micro-batches of a step pass a unit of weights before the next unit
 
     @property
     def speculates(self) -> bool:
@@ -50,7 +51,8 @@ class PlannedRun:
     @property
     def break_even(self) -> float:
         """Fraction of clipped steps from which on gradients wait for their norm."""
-        return break_even(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
+        options = replace(self.options, accumulate=1) if self.side_by_side else self.options
+        return break_even(self.layout, options, input_numel=self.input_numel, uses=self.uses)
 
     def traffic(self, *, waiting: bool = False) -> Traffic:
         """Return the traffic of a step without clipping, in the steady state.
@@ -59,12 +61,11 @@ class PlannedRun:
         norm even if that is not necessary.
         """
         options = None if waiting else as_they_come(self.options, self.layout.weights)
-        size = {"input_numel": self.input_numel, "uses": self.uses, "facts_bytes": _facts_bytes()}
-        return step_traffic(self.layout, options or self.options, **size)
+        return step_traffic(self.layout, options or self.options, facts_bytes=_facts_bytes(), **self._sizes)
 
     def folder_bytes(self) -> int:
         """Return the size of the states' folder in bytes."""
-        return folder_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses)
+        return folder_bytes(self.layout, self.options, **self._sizes)
 
     @property
     def gradients_wait(self) -> bool:
@@ -79,14 +80,19 @@ class PlannedRun:
     @property
     def has_auxiliary_file(self) -> bool:
         """Whether waiting tensors need a file in addition to that of the states."""
-        return bool(auxiliary_tensor_bytes(self.layout, self.options, input_numel=self.input_numel, uses=self.uses))
+        return bool(auxiliary_tensor_bytes(self.layout, self.options, **self._sizes))
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        """Arguments that the functions of `memascend.engine.traffic` have in common."""
+        return {"input_numel": self.input_numel, "uses": self.uses, "side_by_side": self.side_by_side}
 
 
 def run_of(work: Workload) -> PlannedRun:
     """Return the planned run of a workload. The `state_versions` value `auto` counts as two versions."""
     layout, uses = layout_of(work)
     inputs = work.batch * work.context * work.spec.hidden
-    return PlannedRun(layout, uses, options_of(work), inputs)
+    return PlannedRun(layout, uses, options_of(work), inputs, runs_side_by_side(work))
 
 
 def volume_of(work: Workload) -> IoVolume:
@@ -193,7 +199,7 @@ def _why_they_wait(run: PlannedRun) -> str:
     whys = {
         "buffered until their norm is known; not with --clip 0": clips and not options.redoes and options.arm != "none",
         "so that a step can be repeated": options.redoes,
-        "buffered until all batches of a step are done": options.accumulate > 1,
+        "buffered until all batches of a step are done": options.accumulate > 1 and not run.side_by_side,
         "the optimizer comes after backward": options.arm == "none",
     }
     return next((why for why, holds in whys.items() if holds), "of the tied head")

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -91,21 +91,26 @@ def step_traffic(
     input_numel: int = 0,
     uses: Mapping[str, MatrixUse] | None = None,
     facts_bytes: int = 0,
+    side_by_side: bool = False,
 ) -> Traffic:
     """Return the traffic of a steady step in which every trained parameter gets a gradient and every slice of an
     embedding is used. `options.clip` counts as in a step whose gradients wait for their norm (see `speculation`).
 
     `options.versions`: None counts as two. `input_numel`: elements of a block's input (its hidden states). `uses`: uses
     of sliced matrices, by `Unit.matrix` (default: heads). `facts_bytes`: size of the JSON that the loop keeps with each
-    step. Swapped results inside of blocks (`options.swap`) are decided during a run and not included.
+    step. `side_by_side`: all micro-batches pass a unit of weights before any of them moves on to the next, so that
+    weights and gradients take the traffic of one pass. Swapped results inside of blocks (`options.swap`) are decided
+    during a run and not included.
     """
     made, passes, uses = Traffic(), options.accumulate, uses or {}
+    if side_by_side:
+        options = replace(options, accumulate=1)
     if layout.units:
         _add_weights(made, layout, options, uses)
     for unit in layout.units:
         if unit.trained:
             _add_update(made, layout, options, unit)
-    _add_gradients(made, layout, options, uses)
+    _add_gradients(made, layout, options, uses, passes)
     if options.checkpoints == "tier":
         inputs = passes * len(_blocks(layout)) * padded(input_numel, layout.weights) * layout.weights.itemsize
         made.written[FORWARD, INPUTS] += inputs
@@ -205,14 +210,17 @@ def _add_update(made: Traffic, layout: Layout, options: EngineOptions, unit: Uni
     made.written[phase, WEIGHTS] += layout.step_numel(unit) * element
 
 
-def _add_gradients(made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse]) -> None:
-    """Count gradients that wait on the tier: for the whole step, for its other passes, or for a matrix's other use."""
+def _add_gradients(
+    made: Traffic, layout: Layout, options: EngineOptions, uses: Mapping[str, MatrixUse], batches: int
+) -> None:
+    """Count gradients that wait on the tier: for the whole step, for its other passes, or, in each of the micro-batches
+    (`batches`), for a matrix's other use."""
     passes = options.accumulate
     every = sum(_gradient_bytes(piece, options) for piece in layout.pieces)
     made.written[BACKWARD, GRADIENTS] += every * (passes if options.waits else passes - 1)
     made.read[BACKWARD, GRADIENTS] += every * (passes - 1)
     made.read[OPTIMIZER, GRADIENTS] += every if options.waits else 0
-    first = passes * sum(_of_first_uses(layout, options, uses))
+    first = batches * sum(_of_first_uses(layout, options, uses))
     made.written[BACKWARD, GRADIENTS] += first
     made.read[BACKWARD, GRADIENTS] += first
 
@@ -235,18 +243,26 @@ def gradients_wait(layout: Layout, options: EngineOptions, uses: Mapping[str, Ma
 
 
 def auxiliary_tensor_bytes(
-    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    input_numel: int = 0,
+    uses: Mapping[str, MatrixUse] | None = None,
+    side_by_side: bool = False,
 ) -> list[int]:
     """Return the bytes of each tensor in the auxiliary file, in the order of their creation; empty if there is no such
     file."""
-    found = []
+    inputs = []
     if options.checkpoints == "tier" and input_numel:
-        found += [padded(input_numel, layout.weights) * layout.weights.itemsize] * len(_blocks(layout))
+        inputs = [padded(input_numel, layout.weights) * layout.weights.itemsize] * len(_blocks(layout))
+    found = [*inputs]
     found += _of_first_uses(layout, options, uses or {})
     if (options.waits or options.accumulate > 1) and not options.redoes:
         found += [
             _gradient_bytes(piece, options) for unit in _as_gradients_come(layout, uses or {}) for piece in unit.pieces
         ]
+    if side_by_side:  # from the second step on: in the first one, micro-batches run one after the other
+        found += [*inputs, *_of_first_uses(layout, options, uses or {})] * (options.accumulate - 1)
     return found
 
 
@@ -259,21 +275,31 @@ def _as_gradients_come(layout: Layout, uses: Mapping[str, MatrixUse]) -> list[Un
 
 
 def folder_bytes(
-    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    input_numel: int = 0,
+    uses: Mapping[str, MatrixUse] | None = None,
+    side_by_side: bool = False,
 ) -> int:
     """Return the bytes that the store's folder takes on its disk during training: the file of the states, the auxiliary
     file, and the control file of each."""
     versions = options.versions or 2
     states = bytes_of(layout, versions, options.gradients, options.state_slots, redo=options.redo)
-    auxiliary = auxiliary_file_bytes(layout, options, input_numel=input_numel, uses=uses)
+    auxiliary = auxiliary_file_bytes(layout, options, input_numel=input_numel, uses=uses, side_by_side=side_by_side)
     return states + control_bytes(states) + auxiliary
 
 
 def auxiliary_file_bytes(
-    layout: Layout, options: EngineOptions, *, input_numel: int = 0, uses: Mapping[str, MatrixUse] | None = None
+    layout: Layout,
+    options: EngineOptions,
+    *,
+    input_numel: int = 0,
+    uses: Mapping[str, MatrixUse] | None = None,
+    side_by_side: bool = False,
 ) -> int:
     """Return the bytes of the auxiliary file (gradients that wait, inputs of blocks) and of its control file."""
-    found = auxiliary_tensor_bytes(layout, options, input_numel=input_numel, uses=uses)
+    found = auxiliary_tensor_bytes(layout, options, input_numel=input_numel, uses=uses, side_by_side=side_by_side)
     return scratch_file_bytes(found) if found else 0
 
 

@@ -15,11 +15,18 @@ from typing import Any
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.planner.derived_sizes import io_settings
-from memascend.planner.options import DEFAULT_CLIP, DEFAULT_STACK, MODEL_OPTIONS, STATE_VERSIONS, default_context
+from memascend.planner.options import (
+    ACCUMULATION_ORDERS,
+    DEFAULT_CLIP,
+    DEFAULT_STACK,
+    MODEL_OPTIONS,
+    STATE_VERSIONS,
+    default_context,
+)
 from memascend.planner.spec import ModelSpec, fused_experts, model_spec
 from memascend.planner.workload import CPU, CUDA, DEVICES, SwapSizes, Workload, workload_asked_for
 from memascend.suggestions import did_you_mean
-from memascend.systems import arrangement, own_defaults, require_versions
+from memascend.systems import arrangement, own_defaults, require_order, require_versions
 
 _GIB = 2**30
 _LARGEST_COUNT = 10**8  # far beyond any run, and products of two still fit 64 bits with the model's sizes
@@ -88,6 +95,12 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
     for name, words in MODEL_OPTIONS.items():
         preset = getattr(DEFAULT_STACK, name)
         how.add_argument(f"--{name}", metavar="NAME", help=f"{', '.join(words)} (default {preset}); as in train")
+    how.add_argument(
+        "--accumulation",
+        choices=ACCUMULATION_ORDERS,
+        default="horizontal",
+        help="order of the micro-batches of a step with --system lohan, as in train (default horizontal)",
+    )
     how.add_argument(
         "--state-versions",
         choices=STATE_VERSIONS,
@@ -225,6 +238,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
     work = replace(_workload(options), state_versions=options.state_versions)
     require_versions(work.system, work.state_versions)
+    require_order(work.system, work.accumulation_order)
     of_the_file = options.ds_config is not None and options.host_memory is None
     require_host_memory(work, words=KEYS if of_the_file else FLAGS)
     machine = _machine(options)
@@ -367,6 +381,7 @@ def _train_line(options: argparse.Namespace) -> list[str]:
         "--context": options.context,
         "--batch": options.batch,
         "--accumulate": options.accumulate if options.accumulate > 1 else None,
+        "--accumulation": options.accumulation if options.accumulation != "horizontal" else None,
         "--clip": options.clip if options.clip != DEFAULT_CLIP else None,
         "--dtype": options.dtype,
         "--gradients": options.gradients if options.gradients != "fp32" else None,

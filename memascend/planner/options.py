@@ -16,6 +16,8 @@ MODEL_OPTIONS = {
 DEFAULT_CONTEXT = 4096
 # Maximum gradient norm.
 DEFAULT_CLIP = 1.0
+# Choices for the order of the micro-batches of a step.
+ACCUMULATION_ORDERS = ("auto", "vertical", "horizontal")
 # Choices for the number of versions of system lohan's states on the SSD.
 STATE_VERSIONS = ("auto", "one", "two", "checkpoint")
 

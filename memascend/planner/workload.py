@@ -68,8 +68,9 @@ class SwapSizes:
 class Workload:
     """One training configuration. Raises a one-line ValueError for unknown or impossible values.
 
-    `batch`: sequences per GPU in one forward pass. `accumulation`: batches per step. `context`: tokens per sequence;
-    0 leaves activation checkpoints out of host memory. `states`: dtype of master weights, moments and swapped gradients
+    `batch`: sequences per GPU in one forward pass. `accumulation`: batches per step;
+    `accumulation_order`: as `accumulation` in `train`, for systems that know several. `context`: tokens per sequence; 0
+    leaves activation checkpoints out of host memory. `states`: dtype of master weights, moments and swapped gradients
     (an arm may fix it). `gradients`: dtype of the flat buffer. `parts`: replaces the arm's own arrangement.
     `host_memory`: limit of the run's host memory in bytes, None for no limit. `activation_policies`: policy of each
     block, for systems where it can be chosen; None: the arm's. `state_versions`: as in `train`, for systems that keep
@@ -91,6 +92,7 @@ class Workload:
     batch: int = 1
     context: int = 4096
     accumulation: int = 1
+    accumulation_order: str = "horizontal"
     blocks_in_flight: int = 1
     sizes: SwapSizes = field(default_factory=SwapSizes)
     parts: Arrangement | None = None
@@ -215,6 +217,7 @@ def workload_asked_for(options: Any, spec: ModelSpec, context: int, ranks: int, 
     said["stack"] = Stack(**{name: getattr(options, name) for name in MODEL_OPTIONS})
     said["host_memory"] = parse_bytes(options.host_memory, "--host-memory") if options.host_memory else None
     said |= {"spec": spec, "context": context, "ranks": ranks, "accumulation": options.accumulate}
+    said["accumulation_order"] = options.accumulation
     return Workload(**said | others)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from memascend.activation_policy import EXAMPLE, ActivationPolicy
 from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
-from memascend.planner.options import DEFAULT_CLIP, MODEL_OPTIONS, STATE_VERSIONS
+from memascend.planner.options import ACCUMULATION_ORDERS, DEFAULT_CLIP, MODEL_OPTIONS, STATE_VERSIONS
 from memascend.storage.write_budget import WriteBudget
 from memascend.suggestions import did_you_mean
 
@@ -105,7 +105,7 @@ class TrainConfig:
         "order of micro-batches (system lohan): vertical runs all micro-batches of a step through a block before the "
         "next block, so that weights are read only twice per step; horizontal runs one micro-batch after the other; "
         "auto: vertical if the micro-batches are independent (no dropout) and the CPU computes; all give the same bits",
-        choices=("auto", "vertical", "horizontal"),
+        choices=ACCUMULATION_ORDERS,
     )
     learning_rate: float | None = _option(
         None, "peak learning rate; default 1e-5, or 5e-4 for random weights", "RATE", least=0

@@ -46,12 +46,8 @@ def check(config: Any) -> None:
         runs = [name for name in systems.names() if systems.arrangement(name).runs]
         raise ValueError(f"{what} can only be planned and simulated: train with one of {', '.join(runs)}")
     system.refuse(config)
-    if config.accumulation == "vertical" and not hasattr(system, "accumulates_vertically"):
-        raise ValueError(
-            f"accumulation 'vertical': system {config.system!r} only supports horizontal accumulation: remove it, or "
-            "use --system lohan"
-        )
     systems.require_states(config.system, config.arm, config.states, config.dtype)
+    systems.require_order(config.system, config.accumulation)
     systems.require_versions(config.system, config.state_versions)
     systems.require_kept_states(config.system, config.checkpoints)
     for device in config.devices:

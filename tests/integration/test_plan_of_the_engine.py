@@ -98,8 +98,10 @@ def slow(spec, options):
         slow(TIED, {"clip": 0.0, "accumulate": 2, "dtype": "fp16", "state_versions": "checkpoint"}),
         (UNTIED, {"states": "int8", "state_versions": "one"}),
         slow(UNTIED, {"clip": NOT_REACHED, "accumulate": 2, "state_versions": "checkpoint"}),
+        (TIED, {"clip": NOT_REACHED, "accumulate": 3, "accumulation": "vertical"}),
+        slow(UNTIED, {"clip": 0.0, "accumulate": 4, "accumulation": "auto", "state_versions": "one"}),
     ],
-    ids=["defaults", "used as they come", "one version", "torn", "8 bits", "torn and clipped"],
+    ids=["defaults", "used as they come", "one version", "torn", "8 bits", "torn and clipped", "vertical", "auto"],
 )
 def test_plan_is_within_one_percent_of_the_run(tmp_path, spec, options):
     assert_the_plan_is_the_run(tmp_path, spec, **options)
