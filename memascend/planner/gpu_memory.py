@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from memascend import systems
 from memascend.memory.ledger import DEVICE, Ledger, LedgerEntry
 from memascend.ops.cross_entropy import DEFAULT_CHUNK_BYTES
-from memascend.planner.options import Stack
+from memascend.planner.options import KEPT_STATE_BYTES, Stack
 from memascend.planner.pool import partition_numel
 from memascend.planner.spec import ModelSpec
 from memascend.planner.workload import Workload
@@ -127,8 +127,8 @@ def gpu_memory(work: Workload) -> DevicePlan:
 
     With activations on the SSD, those of two blocks remain, assuming that the drive absorbs them as fast as they are
     produced. With offloaded parameters, the GPU holds the largest tensor and what DeepSpeed prefetches. `all_in_gpu`
-    needs 16 bytes per parameter and all checkpoints. On a CPU the same tensors are in host memory (see
-    `footprint.plan`).
+    needs 16 bytes per parameter with states in fp32, and all checkpoints. On a CPU the same tensors are in host memory
+    (see `footprint.plan`).
     """
     spec, stack, context = work.spec, work.stack, work.context
     tokens, area, ledger = work.batch * context, spec.k * spec.k, Ledger()
@@ -139,7 +139,8 @@ def gpu_memory(work: Workload) -> DevicePlan:
     if not work.on_cpu:
         hold("CUDA context and kernels", "device_context", CONTEXT_BYTES)
     if not work.offloads:
-        hold("model states", "device_states", 16 * partition_numel(spec.parameters, work.ranks))
+        each = 2 + 2 + KEPT_STATE_BYTES[work.kept_states]  # weights and gradients of 16 bits
+        hold("model states", "device_states", round(each * partition_numel(spec.parameters, work.ranks)))
     else:
         if work.arrangement.weights_on_gpu:
             hold("partitioned weights", "device_parameters", 2 * partition_numel(spec.parameters, work.ranks))

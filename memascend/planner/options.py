@@ -16,6 +16,8 @@ MODEL_OPTIONS = {
 DEFAULT_CONTEXT = 4096
 # Maximum gradient norm.
 DEFAULT_CLIP = 1.0
+# Bytes per parameter of master weights and both moments, by the dtype of the states.
+KEPT_STATE_BYTES = {"fp32": 3 * 4, "bf16": 3 * 2, "int8": 2 + 2 + 2 / 32}
 # Choices for the order of the micro-batches of a step.
 ACCUMULATION_ORDERS = ("auto", "vertical", "horizontal")
 # Choices for the number of versions of system lohan's states on the SSD.

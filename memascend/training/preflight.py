@@ -14,6 +14,7 @@ from typing import Any
 from memascend import systems
 from memascend.memory.budget import parse_bytes
 from memascend.memory.cgroup import host_memory
+from memascend.planner.options import KEPT_STATE_BYTES
 from memascend.storage.shared_memory import headroom
 from memascend.training.config import TrainConfig
 from memascend.training.progress import byte_count
@@ -24,9 +25,8 @@ SWAP_BYTES = 20
 NVIDIA_DEVICE = Path("/dev/nvidiactl")  # ranks on GPUs do not reduce through /dev/shm
 # Space in addition to a plan: alignment as a factor, and the increment by which a rank's store grows (swap_store.py).
 SWAP_SLACK, SWAP_INDEX_BYTES = 1.02, 1 << 20
-# Bytes per parameter in a checkpoint: 2 for weights, and 4 or 2 each for master weights and both moments, or 2 for bf16
-# master weights plus 8-bit moments.
-CHECKPOINT_BYTES = {"fp32": 14, "bf16": 8, "int8": 2 + 2 + 2 + 2 / 32}
+# Bytes per parameter in a checkpoint: those of the weights and of the states.
+CHECKPOINT_BYTES = {states: 2 + size for states, size in KEPT_STATE_BYTES.items()}
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

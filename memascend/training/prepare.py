@@ -250,11 +250,11 @@ def _in_memory(config: TrainConfig, parameters: int) -> dict[str, Any]:
     import torch
 
     from memascend.planner.footprint import CPU_PROCESS_OVERHEAD_BYTES
+    from memascend.planner.options import KEPT_STATE_BYTES
 
-    states = {"fp32": 3 * 4, "bf16": 3 * 2, "int8": 2 + 2 + 2 / 32}[config.states]
     components = {
         "weights": 0 if config.dtype == "fp32" else 2 * parameters,  # fp32 weights are their own masters
-        "master weights and moments": round(states * parameters),
+        "master weights and moments": round(KEPT_STATE_BYTES[config.states] * parameters),
         "gradients": (2 if config.gradients == "bf16" else 4) * parameters,
         "process overhead": CPU_PROCESS_OVERHEAD_BYTES,
     }

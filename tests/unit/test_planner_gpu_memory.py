@@ -117,6 +117,13 @@ def test_all_in_gpu_holds_sixteen_bytes_per_parameter():
     assert states == 16 * spec.parameters
 
 
+@pytest.mark.parametrize(("states", "each"), [("fp32", 16), ("bf16", 10), ("int8", 8 + 2 / 32)])
+def test_states_in_memory_take_the_bytes_of_their_dtype(states, each):
+    spec = model_spec("llama3.2-1b")
+    options = {"system": "in_memory", "arm": "memascend_adamw", "dtype": "bf16", "states": states}
+    assert gpu_memory(spec, **options).components()["model states"] == round(each * spec.parameters)
+
+
 def test_partitioned_weights_that_stay_on_the_gpu_are_counted():
     spec = model_spec("llama3.2-1b")
     weights = {}
