@@ -23,6 +23,7 @@ Row = dict[str, Any]
 X = tuple[str, float | str]  # name and value
 FAILED = {"oom": "N/A (out of memory)", "timeout": "N/A (time-out)", "failed": "N/A (failed)"}
 FOUR = "4 dense models"
+LARGEST_SPREAD = 0.1  # spread of a time twin's ratio between the quartiles of its rounds, as a fraction
 _FORMULA = "100 (1 - MemAscend / as published)"
 
 
@@ -159,6 +160,14 @@ def ratio_by_rounds(one: Iterable[float], other: Iterable[float]) -> float:
     """Return the median ratio of `one` to `other`, taken round by round so that drift of the machine affects both
     alike."""
     return median(a / b for a, b in zip(one, other, strict=True))
+
+
+def steady_ratio(one: Iterable[float], other: Iterable[float]) -> float | str:
+    """Return the median ratio of `one` to `other` round by round, or why there is none: its quartiles are further apart
+    than LARGEST_SPREAD of it."""
+    low, middle, high = quartiles([a / b for a, b in zip(one, other, strict=True)])
+    noise = f"N/A (quartiles {low:.2f} and {high:.2f}: the machine was busy)"
+    return middle if high - low <= LARGEST_SPREAD * middle else noise
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -67,6 +67,19 @@ def test_twin_with_another_device_ssd_ratio_has_no_throughput_ratio(rate, is_met
         assert row["value"].startswith("N/A (device : SSD is ") != is_met
 
 
+def test_ratio_whose_rounds_scatter_is_no_number():
+    points = [point(768, way, seconds) for way, seconds in WAYS.items()]
+    naive = next(each for each in points if each["method"] == "naive")
+    naive["seconds"] = [a * b for a, b in zip(naive["seconds"], (1.0, 1.5, 2.0), strict=True)]
+    made = record(WAYS, points, predicted=[{"context": 768, "method": way, "seconds": 4.5} for way in WAYS])
+    made["options"]["path_rate"] = 1.63e9
+    rows = found(made)
+    of = "throughput_ratio", "LoHan Optimized / Naive", "64", "measured"
+    assert rows[of]["value"] == "N/A (quartiles 1.50 and 2.10: the machine was busy)"
+    of = "throughput_ratio", "LoHan Optimized / LoHan+ZeRO", "64", "measured"
+    assert float(rows[of]["value"]) == pytest.approx(1.6)
+
+
 @pytest.mark.parametrize(("rate", "drives"), [(500e6, {"6", "12"}), (335e6, {"3"}), (112e6, {"1"}), (150e6, set())])
 def test_path_rate_determines_how_many_drives_it_represents(rate, drives):
     points = [point(768, "memory", 4.0), point(768, "optimized", 5.0)]

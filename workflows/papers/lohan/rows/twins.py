@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from memascend.simulator.trace import Event
-from workflows.cases import Row, of_record, ratio_by_rounds, step_seconds
+from workflows.cases import Row, of_record, ratio_by_rounds, steady_ratio, step_seconds
 from workflows.paper_models import spans
 from workflows.papers.lohan.rows import settings
 from workflows.papers.lohan.rows.fig01 import LINES
@@ -105,7 +105,7 @@ def shown(record: dict[str, Any], exhibit: str, metric: str, value: float | str,
 
 def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
     """Yield the arms of Fig. 7. Ratios of throughput count for the original only if device : SSD is
-    as on its server."""
+    as on its server, and if their rounds agree (`steady_ratio`)."""
     model, exhibit, tokens = OF_ARMS[Path(record["options"]["model"]).stem]
     place = f"{record['host']['name']}/{model}-k{record['options']['twin']}"
     longest = max(context for context, _ in points)
@@ -129,7 +129,7 @@ def arms(record: dict[str, Any], points: dict[Any, Any]) -> Iterator[Row]:
                 yield shown(record, exhibit, "throughput" + OF_TWIN, context / seconds, "token/s", **cells)
             if arm != "optimized":
                 cells = {"series": f"LoHan Optimized / {series.removeprefix('LoHan ')}", **at}
-                ratio = ratio_by_rounds(points[context, arm]["seconds"], points[context, "optimized"]["seconds"])
+                ratio = steady_ratio(points[context, arm]["seconds"], points[context, "optimized"]["seconds"])
                 yield shown(record, exhibit, "throughput_ratio", ratio if is_met else refusal, "x", **cells)
                 predicted = said[context, arm] / said[context, "optimized"]
                 metric = "throughput_ratio predicted" + OF_TWIN

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from workflows.cases import Row, of_record, quartiles, step_seconds
+from workflows.cases import Row, of_record, steady_ratio, step_seconds
 from workflows.papers.mlpoffload.rows.arms import BARS, MOVED, OURS, RATIOS, ZERO
 from workflows.records import measured_on
 
@@ -21,7 +21,6 @@ ARMS = {name: arm for bars in BARS.values() for name, arm in bars.items()}
 FREE, IN_MEMORY = "free", "zero_offload"
 TOGETHER_S = 0.005  # ends that are closer belong to one sub-group, for which DeepSpeed waits as a whole
 OF_TWIN = " of the twin"
-LARGEST_SPREAD = 0.1  # spread of a ratio between the quartiles of its rounds, as a fraction
 PHASES = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "update"}
 
 
@@ -128,10 +127,7 @@ def _compared(record: dict[str, Any], original: Original) -> Iterator[Row]:
     }
     for (exhibit, series, metric), (seconds, slow, fast) in compared.items():
         if ARMS[slow] in seconds and ARMS[fast] in seconds:
-            ratios = [a / b for a, b in zip(seconds[ARMS[slow]], seconds[ARMS[fast]], strict=True)]
-            low, middle, high = quartiles(ratios)
-            noise = f"N/A (quartiles {low:.2f} and {high:.2f}: the machine was busy)"
-            value = refusal or (middle if high - low <= LARGEST_SPREAD * middle else noise)
+            value = refusal or steady_ratio(seconds[ARMS[slow]], seconds[ARMS[fast]])
             at = cells | {"series": series + original.ending}
             yield of_record(record, exhibit, metric.removesuffix("_max") + OF_TWIN, value, "x", **at)
     splits = [first[0] / second[0] for first, second, *_ in arms[ARMS[OURS]]["paths"]]
