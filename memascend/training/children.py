@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,10 @@ WORKER = "memascend.training.worker"  # module of a rank's process
 # Time for killed ranks to exit: the kernel has to tear down their rings and release gigabytes of locked memory.
 KILLED_S = 60.0
 
+# Time in which a repeated signal counts as the first one: timeout(1) sends its signal to the command and then to its
+# process group. A person presses Ctrl-C twice more slowly.
+REPEAT_S = 1.0
+
 
 def say(text: str) -> None:
     """Print a line at once; a terminal that has gone away is no error."""
@@ -52,12 +57,13 @@ class Stopping:
     """Signals of the parent: SIGTERM, Ctrl-C or a closed terminal stops the ranks, and a second signal kills them."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = 0  # signals so far, without immediate repeats
         self.status = STOPPED  # exit status of the run if it is stopped; the first signal determines it
         self.children: list[subprocess.Popen[bytes]] = []
         self.saves = True  # whether the ranks write a checkpoint before they stop
         self.trains = True  # whether the children train, rather than prepare
         self._before: dict[signal.Signals, Any] = {}
+        self._last = (0, -math.inf)  # the newest signal, and when it came
 
     def install(self) -> None:
         """Handle SIGTERM, SIGINT and, unless nohup has it ignored, SIGHUP in this process, until `restore`."""
@@ -72,7 +78,14 @@ class Stopping:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _received(self, number: int, _: Any) -> None:
-        """Pass the signal on: the first as SIGTERM, every further one as SIGKILL."""
+        """Pass the signal on: the first as SIGTERM, every further one as SIGKILL.
+
+        A repeat of the same signal within `REPEAT_S` is ignored.
+        """
+        now, (last, then) = time.monotonic(), self._last
+        self._last = (number, now)
+        if number == last and now - then < REPEAT_S:
+            return
         self.asked += 1
         if self.asked == 1:
             self.status = exit_status(number)

@@ -72,6 +72,16 @@ def stopping():
         signal.signal(number, handler)
 
 
+def test_immediate_repeat_of_a_signal_counts_once(stopping, monkeypatch):
+    """As from timeout(1), which signals the command and then its process group."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.asked == 1
+    monkeypatch.setattr(children, "REPEAT_S", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.asked == 2
+
+
 def test_handlers_of_signals_are_restored_when_the_training_ends(tmp_path, monkeypatch):
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before, during = [signal.getsignal(number) for number in numbers], []
@@ -200,6 +210,7 @@ def test_killed_rank_that_does_not_end_is_named_not_awaited(tmp_path, stopping, 
         subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({status})"]),
         Unkillable(interrupts),
     )
+    monkeypatch.setattr(children, "REPEAT_S", 0.0)
     monkeypatch.setattr(children, "KILLED_S", 0.3)
     monkeypatch.setattr(launch, "start_rank", lambda rank, *_: (ended, stuck)[rank])
     job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
@@ -287,6 +298,7 @@ def test_every_system_ends_with_the_status_of_the_signal(tmp_path, system, when,
             if line.startswith(sign) or sign in line:
                 run.send_signal(number)
             if when.endswith("twice") and line.startswith("stopping: "):
+                time.sleep(children.REPEAT_S)
                 run.send_signal(number)
     assert run.returncode == STATUS[number], "".join(said)
     assert "error" not in "".join(said)
