@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 50 * 10**9  # as transformers' save_pretrained
 _MARK = ".memascend-export"  # marks a partial folder, so that the next export may remove one that was interrupted
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LISTED_AGAIN = 10  # attempts to list checkpoints while a run replaces its only one
 INDEX = f"{checkpoint.WEIGHTS}.index.json"
 
@@ -72,7 +73,7 @@ def export(run: Path, target: Path, shard_bytes: int = SHARD_BYTES, *, from_chec
             if begun:
                 shutil.rmtree(partial, ignore_errors=True)
             remove_empty(made)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
                 raise ValueError(
                     f"cannot write {target}: {error.strerror}; free space, or name a folder on another drive"
                 ) from error
@@ -99,18 +100,30 @@ def _require_target(run: Path, target: Path) -> Path:
 def _begun(partial: Path, target: Path) -> Iterator[None]:
     """Create an empty `partial` that contains the mark file, locked until the end.
 
-    Raises ValueError if another export is writing there.
+    Raises ValueError if another export is writing there, or if the folder cannot be created.
     """
+    busy = f"another export is writing {target}: wait for it, or name another folder"
     with contextlib.ExitStack() as ends:
         try:
             with contextlib.suppress(FileNotFoundError):  # locks the leftovers of an interrupted export, if any
                 ends.enter_context(_locked(partial / _MARK, "rb"))
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            try:
+                partial.mkdir(parents=True)
+            except FileNotFoundError as error:  # as in /proc
+                raise ValueError(_not_writable(target, error)) from None
             ends.enter_context(_locked(partial / _MARK, "xb"))
         except (BlockingIOError, FileExistsError, FileNotFoundError):  # the latter two if both began at the same time
-            raise ValueError(f"another export is writing {target}: wait for it, or name another folder") from None
+            raise ValueError(busy) from None
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                raise
+            raise ValueError(_not_writable(target, error)) from None
         yield
+
+
+def _not_writable(target: Path, error: OSError) -> str:
+    return f"{target} cannot be created ({error.strerror}); name a folder that you can write to"
 
 
 @contextlib.contextmanager

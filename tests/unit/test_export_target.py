@@ -1,5 +1,9 @@
 """`memascend export` refuses a target that it cannot write before it reads anything."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from memascend.training.export import _begun, export
@@ -50,6 +54,26 @@ def test_concurrent_export_into_the_same_folder_is_refused(run, tmp_path):
         assert (partial / "weights").read_text() == "half"
     with _begun(partial, tmp_path / "model"):  # as an export that was cut off leaves it
         assert not (partial / "weights").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/version"), reason="needs procfs as a folder that takes no new ones")
+def test_target_that_cannot_be_created_is_named_with_the_reason(run, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^/proc/memascend cannot be created \(No such file or directory\); name a "):
+        export(run, Path("/proc/memascend"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^\S+/file/model cannot be created \(Not a directory\)"):
+        export(run, tmp_path / "file" / "model")
+
+    mkdirs = Path.mkdir
+
+    def mkdir(path, *rest, **options):
+        if path.name == ".model.partial":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdirs(path, *rest, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(ValueError, match=r"^\S+/model cannot be created \(Read-only file system\); name a folder"):
+        export(run, tmp_path / "model")
 
 
 def test_run_without_prepared_facts_is_refused_with_the_fix(tmp_path):
