@@ -93,12 +93,15 @@ def _difference(there: Mapping[str, tuple[str, int]], layout: Layout) -> str:
             found, wanted = of_states.get(found, found), of_states.get(wanted, wanted)
             return f"its {what} are {found}, and this model's {wanted}"
     if extra := next((key for key in there if key not in kinds), None):
-        return f"it has {extra}, which this model has not"
+        return f"it has the part {extra!r} of the weights, which this model has not"
     for key, (_, dtype, numel) in kinds.items():
         if key not in there:
-            return f"this model has {key}, which it has not"
+            return f"this model has the part {key!r} of the weights, which it has not"
         if there[key][1] != numel * dtype.itemsize:
-            return f"{key} takes {there[key][1]} bytes there, and {numel * dtype.itemsize} of this model"
+            return (
+                f"the part {key!r} of the weights takes {there[key][1]} bytes there, and {numel * dtype.itemsize} of "
+                "this model"
+            )
     return "names, shapes, or what is trained are others"
 
 

@@ -18,14 +18,32 @@ class DirectLimits(NamedTuple):
 def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
     """Return the absolute path of a writable ``folder``; create it if only its last component is missing.
 
-    DeepSpeed creates all missing parents, so that a typo, or an SSD that is not mounted, fills the root disk. Here
-    the parent must exist, and must not be /. Several processes may call this at once. ``named_by`` is the key or
-    option that named the folder, for the message.
+    Several processes may call this at once. Raises ValueError, with a one-line message, as `check_swap_folder` does,
+    and if the folder is not writable.
+    """
+    path = check_swap_folder(folder, named_by)
+    try:
+        path.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"{named_by}: {path} cannot be written ({error.strerror}); name a folder on the SSD") from None
+    return path
 
-    Raises ValueError, with a one-line message, if the parent is missing or is /, or if the folder is a file or is not
-    writable.
+
+def check_swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
+    """Return the absolute path of ``folder``, which exists or only lacks its last component; nothing is created.
+
+    DeepSpeed creates all missing parents, so that a typo, or an SSD that is not mounted, fills the root disk. Here
+    the parent must exist, and must not be /. ``named_by`` is the key or option that named the folder, for the message.
+
+    Raises ValueError, with a one-line message, if the parent is missing or is /, or if something else than a folder
+    has this name.
     """
     path = Path(folder).absolute()
+    if os.path.lexists(path) and not path.is_dir():
+        what = "a link to nowhere" if not path.exists() else "a file" if path.is_file() else "not a folder"
+        raise ValueError(f"{named_by}: {path} is {what}; name a folder on the SSD")
     if not path.exists() and not path.parent.is_dir():
         missing = next(part for part in reversed([path, *path.parents]) if not part.is_dir())
         what = "is not a folder" if missing.exists() else "does not exist"
@@ -38,12 +56,6 @@ def swap_folder(folder: str | os.PathLike[str], named_by: str) -> Path:
             f"{named_by}: {path} does not exist, and would be created on the system disk; check the spelling and that "
             f"the SSD is mounted, or make it: mkdir {path}"
         )
-    try:
-        path.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(f"{named_by}: {path} cannot be written ({error.strerror}); name a folder on the SSD") from None
     return path
 
 

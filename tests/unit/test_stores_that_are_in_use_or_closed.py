@@ -138,10 +138,10 @@ def test_dropped_session_releases_its_resources_and_can_be_resumed(tmp_path, opt
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"depth": 5}, r"this model has layers\.\d+.*, which it has not"),
-        ({"depth": 1}, r"it has layers\.\d+.*, which this model has not"),
+        ({"depth": 5}, r"this model has the part 'layers\.\d+.*' of the weights, which it has not"),
+        ({"depth": 1}, r"it has the part 'layers\.\d+.*' of the weights, which this model has not"),
         ({"dtype": torch.bfloat16}, "its weights are float32, and this model's bfloat16"),
-        ({"hidden": 64}, r"takes \d+ bytes there, and \d+ of this model"),
+        ({"hidden": 64}, r"the part '.*' of the weights takes \d+ bytes there, and \d+ of this model"),
     ],
     ids=["deeper", "less deep", "another dtype", "wider"],
 )
