@@ -18,6 +18,7 @@ from typing import Any
 
 from memascend.integrations.configuration import read_configuration
 from memascend.integrations.conventions import CONFIG_KEY, is_logging_rank
+from memascend.suggestions import refuse_misspelled
 
 log = logging.getLogger("memascend")
 # The Enabled object, then the section that requested it and those that came too late.
@@ -64,6 +65,7 @@ def _enable_if_asked(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     candidates = [given.get(name) for name in _CONFIG_ARGUMENTS]
     candidates.append(getattr(given.get("args"), "deepspeed_config", None))  # the launcher's --deepspeed_config
     config = next((found for value in candidates if (found := read_configuration(value)) is not None), {})
+    refuse_misspelled(config, CONFIG_KEY)
     if CONFIG_KEY not in config:
         return False
     # Imported only here: a script that does not use the key must not be affected by an installed memascend.

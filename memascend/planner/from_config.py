@@ -19,7 +19,7 @@ from memascend.planner.options import MODEL_OPTIONS, Stack
 from memascend.planner.pool import SWAP_THRESHOLD_BYTES
 from memascend.planner.spec import ModelSpec
 from memascend.planner.workload import SwapSizes, Workload
-from memascend.suggestions import did_you_mean
+from memascend.suggestions import did_you_mean, refuse_misspelled
 from memascend.systems import arrangement
 
 SECTION = "memascend"
@@ -80,6 +80,7 @@ def workload_of(
     max_in_cpu, parameters and optimizer in different places.
     """
     command_line = command_line or CommandLine()
+    refuse_misspelled(config, SECTION)
     zero, section = _section(config, "zero_optimization"), _section(config, SECTION)
     ours = SECTION in config and section.get("enabled", True) is not False
     section = section if ours else {}

@@ -116,6 +116,8 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
         ({"memascend": {"blocks_in_flight": True}}, "at least 1"),
         ({"memascend": "adaptive"}, "section"),
+        ({"memasend": {"host_memory": "1GiB"}}, "would be ignored .did you mean memascend"),
+        ({"Memascend": {"enabled": False}}, "would be ignored .did you mean memascend"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/proc/memascend"}}},
             "nvme_path",

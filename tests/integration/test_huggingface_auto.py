@@ -95,10 +95,12 @@ print([read_configuration(text) for text in ("/no/such/fîle.json", "Mw==", "W10
 def test_mistake_in_the_key_raises_our_error():
     code = """
 import torch, deepspeed
-try:
-    config = {"zero_optimization": {"stage": 3}, "memascend": {"pol": 1}}
-    deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
-except ValueError as error:
-    print(error)
+for section in ({"memascend": {"pol": 1}}, {"mem_ascend": {}}):
+    try:
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config={"zero_optimization": {"stage": 3}, **section})
+    except ValueError as error:
+        print(error, end="; ")
 """
-    assert "unknown key 'pol' in the DeepSpeed config (did you mean pool?)" in run(code, imported=True)
+    said = run(code, imported=True)
+    assert "unknown key 'pol' in the DeepSpeed config (did you mean pool?)" in said
+    assert "'mem_ascend' in the DeepSpeed configuration would be ignored (did you mean memascend?)" in said

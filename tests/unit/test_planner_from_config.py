@@ -127,6 +127,7 @@ def test_pipelined_buffers_and_two_drives_are_counted():
         ({"data_types__grad_accum_dtype": [1]}, "unknown dtype '[1]' of the gradients"),
         ({"memascend": {"blocks_in_flight": "x"}}, "memascend.blocks_in_flight must be a whole number of at least 1"),
         ({"memascend": {"hots_memory": "4GiB"}}, "unknown key 'hots_memory' (did you mean host_memory?)"),
+        ({"memasend": {"host_memory": "4GiB"}}, "'memasend' in the DeepSpeed configuration would be ignored"),
         ({"zero_optimization__offload_param": {"device": ["nvme"]}}, "offload_param.device must be a word"),
         ({"zero_optimization__sub_group_size": -5}, "zero_optimization.sub_group_size must be a whole number"),
         ({"zero_optimization__offload_param__buffer_count": 0}, "offload_param.buffer_count must be a whole number"),

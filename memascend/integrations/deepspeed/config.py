@@ -14,7 +14,7 @@ from memascend.memory.budget import parse_bytes
 from memascend.memory.placement_policy import PlacementPolicy
 from memascend.storage.devices import DeviceRefused, require_usable
 from memascend.storage.folders import direct_limits, swap_folder
-from memascend.suggestions import did_you_mean
+from memascend.suggestions import did_you_mean, refuse_misspelled
 
 from .tier_options import NO_TIERS, TierOptions, as_options, check_paths, refuse_with_tiers
 
@@ -154,6 +154,7 @@ def enable_options(ds_config: dict[str, Any], keywords: dict[str, Any]) -> Enabl
 
     Raises ValueError, in one line, for an invalid key or value, and TypeError for an unknown keyword.
     """
+    refuse_misspelled(ds_config, CONFIG_KEY)
     section = ds_config.get(CONFIG_KEY)
     section = {} if section is None else section
     if not isinstance(section, dict):
