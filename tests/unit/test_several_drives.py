@@ -48,6 +48,7 @@ def test_former_values_of_gradients_work_with_a_warning(former, now):
         ({"tiers": ["/mnt/a"], "sub_group_order": "random"}, "choose alternating or ascending"),
         ({"tiers": ["/mnt/a"], "tier_exclusive": "yes"}, "must be true or false"),
         ({"tiers": ["/mnt/a"], "write_budget": "plenty"}, "use 300TB"),
+        ({"tiers": ["/mnt/a"], "write_budget_stops": True}, 'write_budget_stops" needs a write_budget'),
         ({"tiers": ["/mnt/a"], "devices": ["/dev/null"], "aio": "direct"}, "list the devices in tiers"),
         ({"tiers": ["/mnt/a"], "pinned": "stock", "pool": "stock", "aio": "stock"}, "DeepNVMe writes to nvme_path"),
         ({"sub_group_order": "ascending"}, "name them in tiers"),

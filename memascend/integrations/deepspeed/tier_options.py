@@ -29,7 +29,7 @@ class TierOptions:
         sub-groups that the last one left in host memory; ``ascending`` is DeepSpeed's order, which leaves none.
     write_budget: bytes that may be written to each folder, ``300TB`` in total or ``0.5TB/day``. A warning is logged
         from 80 % on.
-    write_budget_stops: whether an exceeded budget is an error, raised before the next update.
+    write_budget_stops: whether an exceeded `write_budget`, which it needs, is an error, raised before the next update.
     """
 
     tiers: tuple[str, ...] = ()
@@ -71,6 +71,11 @@ class TierOptions:
             raise ValueError(
                 f'"{CONFIG_KEY}": tier_placement, tier_rehome, tier_exclusive, sub_group_order and write_budget '
                 "apply to several paths: name them in tiers, or remove these keys"
+            )
+        if self.write_budget_stops and self.write_budget is None:
+            raise ValueError(
+                f'"{CONFIG_KEY}.write_budget_stops" needs a write_budget: set one, such as "300TB" or "0.5TB/day", or '
+                "remove write_budget_stops"
             )
 
     def budget(self) -> WriteBudget | None:
