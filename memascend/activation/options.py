@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memascend.memory.budget import parse_bytes
+from memascend.suggestions import did_you_mean
 
 MINIMUM_BYTES = 1 << 20  # minimum size of a saved tensor that goes to the SSD
 
@@ -46,6 +47,8 @@ class CacheOptions:
                 raise ValueError(
                     f"activations: {name} must be bytes, at least {least}, or a text such as '1MiB', got {value!r}"
                 )
+        if isinstance(self.amount, str) and self.amount not in ("auto", "all"):
+            object.__setattr__(self, "amount", parse_bytes(self.amount, "activations: amount (auto, all or bytes)"))
         if not (self.amount in ("auto", "all") or _is_bytes(self.amount, 0)):
             raise ValueError(f"activations: amount must be 'auto', 'all' or bytes, got {self.amount!r}")
         if not isinstance(self.device, str | None):
@@ -74,10 +77,16 @@ class CacheStatistics:
     peak: int = 0
 
 
-def options_from(section: Mapping[str, Any]) -> CacheOptions:
-    """Return the CacheOptions of a configuration section. Raises ValueError, in one line, for an unknown key."""
-    known = CacheOptions.__dataclass_fields__
+def options_from(section: Mapping[str, Any], others: tuple[str, ...] = ()) -> CacheOptions:
+    """Return the CacheOptions of a configuration section, in which the keys `others` are for the caller.
+
+    Raises ValueError, in one line, for an unknown key.
+    """
+    own = CacheOptions.__dataclass_fields__
+    known = (*others, *own)
     unknown = next((key for key in section if key not in known), None)
     if unknown is not None:
-        raise ValueError(f"activations: unknown key {unknown!r}; known: {', '.join(known)}")
-    return CacheOptions(**section)
+        raise ValueError(
+            f"activations: unknown key {unknown!r}{did_you_mean(unknown, known)}; known: {', '.join(known)}"
+        )
+    return CacheOptions(**{name: value for name, value in section.items() if name in own})

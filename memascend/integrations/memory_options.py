@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -89,14 +90,18 @@ def _check_activations(section: Any, checkpointing: str | None) -> None:
 
 
 def _cache_options(section: Mapping[str, Any]) -> CacheOptions:
-    """Return the cache's options. Raises ValueError for an invalid key, value or mix."""
+    """Return the cache's options. Raises ValueError for an invalid key, value, mix or folder."""
     if (mix := section.get("mix")) is not None:
         if not isinstance(mix, str):
             raise ValueError(f'memascend.activations.mix must be a text such as "{EXAMPLE}", got {mix!r}')
         if "amount" in section:
             raise ValueError("memascend.activations: 'amount' and 'mix' are mutually exclusive: remove one")
         ActivationPolicy.parse(mix, _MIX)
-    return options_from({name: value for name, value in section.items() if name not in ("folder", "mix")})
+    if (folder := section.get("folder")) is not None and not (isinstance(folder, str | os.PathLike) and str(folder)):
+        raise ValueError(
+            f"memascend.activations.folder must be the path of a folder on the SSD, got {folder!r}; or omit it"
+        )
+    return options_from(section, others=("folder", "mix"))
 
 
 @dataclass

@@ -546,6 +546,10 @@ def test_wrong_options_are_refused_by_name(wrong):
         CacheOptions(**wrong)
 
 
+def test_amount_takes_bytes_as_text():
+    assert CacheOptions(amount="2GiB").amount == 2 << 30
+
+
 def test_xpu_is_refused_and_cuda_gets_a_staged_tier(monkeypatch):
     with pytest.raises(ValueError, match=r"activations on xpu cannot be offloaded yet: .* checkpointing 'offloaded'"):
         offloading(device="xpu:0")

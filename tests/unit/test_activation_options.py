@@ -310,7 +310,13 @@ def test_cache_files_are_removed_with_the_model(tmp_path):
         ({"checkpointing": "ssd"}, "checkpointing 'ssd' needs a folder on the SSD"),
         ({"activations": {}}, "set it to 'ssd', or remove activations"),
         ({"checkpointing": "ssd", "activations": "all"}, "must be a section such as"),
-        ({"checkpointing": "ssd", "activations": {"amountt": "all"}}, "unknown key 'amountt'; known: amount"),
+        (
+            {"checkpointing": "ssd", "activations": {"amountt": "all"}},
+            r"unknown key 'amountt' \(did you mean amount\?\); known: folder, mix, amount, minimum_bytes",
+        ),
+        ({"checkpointing": "ssd", "activations": {"foldr": "."}}, "did you mean folder"),
+        ({"checkpointing": "ssd", "activations": {"folder": 5}}, "folder must be the path of a folder on the SSD"),
+        ({"checkpointing": "ssd", "activations": {"folder": ""}}, "folder must be the path of a folder on the SSD"),
         (
             {"checkpointing": "ssd", "activations": {"mix": "offload:1", "amount": "all"}},
             "'amount' and 'mix' are mutually exclusive",
