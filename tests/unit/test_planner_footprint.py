@@ -13,6 +13,7 @@ from memascend.memory.pinned import CountingAllocator
 from memascend.planner import Workload, footprint, model_spec
 from memascend.planner.derived_sizes import IoSettings
 from memascend.planner.footprint import GIB, OWNER_METRICS, overflow_timeline
+from memascend.planner.gpu_memory import gpu_memory
 from memascend.planner.pool import partition_numel, streamed, sub_groups
 from memascend.planner.workload import SwapSizes, papers
 from memascend.storage.direct_engine import DirectEngine, swapping_config
@@ -166,6 +167,21 @@ def test_models_fit_where_table_ii_says():
     assert gib("zero_offload", "llama3.2-3b") < 128 < gib("zero_offload", "llama3.1-8b")
     device = {name: plan(model_spec(name), "all_in_gpu").device_bytes / GIB for name in ("llama3.2-1b", "llama3.2-3b")}
     assert device["llama3.2-1b"] < 24 < device["llama3.2-3b"]
+
+
+def test_only_table_iis_1b_cell_depends_on_batch_and_context():
+    depends = set()
+    for system, models in (
+        ("all_in_gpu", ("llama3.2-1b", "llama3.2-3b", "llama3.1-8b")),
+        ("zero_offload", ("llama3.2-3b", "llama3.1-8b")),
+        ("zero_infinity", ("llama3.1-8b",)),
+    ):
+        for model in models:
+            made = [plan(model_spec(model), system, batch=b, context=c) for b in (1, 8) for c in (2048, 4096)]
+            fits = {gpu_memory(p.work).device_bytes <= 24 * GIB and p.host_bytes <= 128 * GIB for p in made}
+            if len(fits) > 1:
+                depends.add((model, system))
+    assert depends == {("llama3.2-1b", "all_in_gpu")}
 
 
 ARMS = [(name, arm) for name in systems.names() for arm in systems.load(name).arms]

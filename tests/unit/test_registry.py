@@ -128,8 +128,24 @@ def test_a_lane_is_checked_or_says_why_not(claim):
         assert set(lane) - {"compute"} <= known
         assert ("expected" in lane or "expected_range" in lane) == ("why" in lane)
     assert "compute" not in claim["lanes"]["modelled"]
-    if "compute" in claim["lanes"]["measured"]:  # rows of a time twin, which are never held out
-        assert claims.basis_of(claim, "measured") in (claims.TWIN, "alternate reading")
+    if other := claim["lanes"]["measured"].get("compute"):  # rows of a time twin, which are never held out, or memory
+        of_memory = other.get("of", {}).get("metric") == "peak system memory"
+        assert of_memory or claims.basis_of(claim, "measured") in (claims.TWIN, "alternate reading")
+
+
+# Times of one kernel or one drive alone, in which no resources have proportions to one another.
+OF_ONE_RESOURCE = ("memascend-fig12-", "memascend-fig14-", "mlpoffload-fig04-constant")
+OF_TIMES = re.compile(r"time|throughput|speedup|latency|bandwidth|improvement|gain from|growth exponent|split")
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=[claim["id"] for claim in CLAIMS])
+def test_ratio_of_step_times_counts_only_with_a_time_twin(claim):
+    lane = claim["lanes"]["measured"]
+    if "not_checkable" in lane or claims.basis_of(claim, "measured") != claims.HELD_OUT:
+        return
+    read = claims.selectors(claim | {"compute": lane.get("compute", claim["compute"])})
+    of_times = any(OF_TIMES.search(selector.get("metric", "")) for selector in read)
+    assert not of_times or claim["id"].startswith(OF_ONE_RESOURCE)
 
 
 def test_claim_quotes_appear_in_published_rows_or_listed_numbers():
