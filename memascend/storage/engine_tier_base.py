@@ -60,7 +60,8 @@ class EngineTier(TierBase):
                 self._make_space(key, tensor.nbytes, before)
                 self._note_size(key, tensor.nbytes)
             try:
-                return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority))
+                part = bool(offset)
+                return self._begin("write", key, lambda: self._submit_write(key, tensor, offset, priority), part)
             except BaseException:
                 if before is None:
                     self._forget_size(key)
@@ -162,13 +163,16 @@ class EngineTier(TierBase):
         """Return the requests of the engine that does transfers of kind `verb` (read or write)."""
         return self._all[0]
 
-    def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
-        """Submit a transfer, or queue it for its key. Requires `_lock`. Raises what `submit` raises in this call."""
+    def _begin(self, verb: str, key: str, submit: Callable[[], int], part: bool = False) -> Completion:
+        """Submit a transfer, such as a write of a `part`, or queue it for its key. Requires `_lock`.
+
+        Raises what `submit` raises in this call.
+        """
         turn: Turn | None = None
         queue = self._queue
 
         def at_end(error: BaseException | None) -> None:
-            self._at_end(verb, key, transfer, error)
+            self._at_end(verb, key, transfer, error, part)
             if queue is not None and turn is not None:
                 queue.leave(key, turn)
 
@@ -189,12 +193,12 @@ class EngineTier(TierBase):
             raise
         return transfer
 
-    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None) -> None:
-        """Record the end of a transfer: after a failed write, reads of the key fail until it is written again."""
+    def _at_end(self, verb: str, key: str, transfer: Transfer, error: BaseException | None, part: bool) -> None:
+        """Record the end of a transfer: after a failed write, reads of the key fail until all is written again."""
         with self._lock:
             if verb == "write" and error is not None:
                 self._broken.add(key)
-            elif verb == "write":
+            elif verb == "write" and not part:
                 self._broken.discard(key)
             self._ended(transfer, error)
 

@@ -225,15 +225,15 @@ class DirectTier(EngineTier):
         for size, sign in ((before, -1), (nbytes, 1)):
             self._used_bytes += 0 if size is None else sign * space_for([size])
 
-    def _begin(self, verb: str, key: str, submit: Callable[[], int]) -> Completion:
+    def _begin(self, verb: str, key: str, submit: Callable[[], int], part: bool = False) -> Completion:
         try:
-            return super()._begin(verb, key, submit)
+            return super()._begin(verb, key, submit, part)
         except StorageError as error:
             if verb != "write" or not self._in_file or error.errno not in _NO_SPACE:
                 raise
         # A tensor of another size that is still being read keeps its space beside the new one.
         self._grow(self._grown_bytes + space_for([self._sizes[key]]) - self.engine.space().free_bytes)
-        return super()._begin(verb, key, submit)
+        return super()._begin(verb, key, submit, part)
 
     def _submit_write(self, key: str, tensor: torch.Tensor, offset: int, priority: int) -> int:
         if offset:

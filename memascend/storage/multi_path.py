@@ -326,7 +326,7 @@ class MultiPathTier(TierBase):
                 self._ended(transfer, error)
                 if write and error is not None and not isinstance(error, ValueError):
                     self._broken[key] = error
-                elif write:
+                elif write and not offset:
                     self._broken.pop(key, None)
                 again = write and not offset and error is None and self._pass_is_over(tensor.nbytes)
             transfer._settle(error=error)
