@@ -329,9 +329,12 @@ class FileTier(EngineTier):
             raise StorageError("allocation", self._scratch.path, 0, more_bytes, self.free_bytes, errno.ENOSPC, reason)
 
     def _file(self, key: str) -> str:
-        """Return the path of a tensor's file: its key in percent-encoding, shortened with a hash if it is long."""
+        """Return the path of a tensor's file: its key in percent-encoding.
+
+        A hash is put before it if it is long, or if it would be that of a folder or of the scratch folder's own file.
+        """
         name = quote(key, safe="")
-        if len(name) > _NAME_BYTES or name in (".", ".."):
+        if len(name) > _NAME_BYTES or name in (".", "..", os.path.basename(self._scratch.owner_file)):
             name = f"{hashlib.sha256(key.encode()).hexdigest()}-{name[-_NAME_BYTES // 2 :]}"
         return os.path.join(self._scratch.path, name)
 

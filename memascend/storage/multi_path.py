@@ -224,7 +224,7 @@ class MultiPathTier(TierBase):
     @property
     def direct(self) -> bool:
         """Whether transfers on all paths bypass the page cache."""
-        return all(getattr(path.tier, "direct", True) for path in self._paths)
+        return all(getattr(path.tier, "direct", False) for path in self._paths)
 
     @property
     def used_bytes(self) -> int:

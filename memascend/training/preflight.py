@@ -137,7 +137,9 @@ def _check_tiers(config: TrainConfig, needed: int, output: Path, checkpoints: in
             else:
                 disk, free_bytes = ("file system", os.stat(folder).st_dev), shutil.disk_usage(folder).free
         except OSError as error:
-            raise ValueError(f"cannot use {path} of the tiers: {error.strerror}") from None
+            raise ValueError(
+                f"cannot use {path} of the tiers: {error.strerror}; name folders or raw devices that exist"
+            ) from None
         disks.setdefault(disk, []).append(path)
         free[disk] = free_bytes
     own = ("file system", os.stat(output).st_dev)

@@ -279,6 +279,16 @@ def test_a_written_part_does_not_make_a_tensor_readable_whose_write_failed(tier,
         tier.read("w", torch.empty(50_000)).wait(MAX_S)
 
 
+@pytest.mark.parametrize("key", ["..", "memascend-scratch-owner", "a/b", "x" * 300])
+def test_keys_that_are_names_of_other_files_are_tensors(tier, key, tmp_path):
+    before = {path: path.read_bytes() for path in tmp_path.rglob("memascend-scratch-owner")}
+    tier.write(key, tensor(1)).wait(MAX_S)
+    tier.read(key, out := torch.empty(50_000)).wait(MAX_S)
+    assert torch.equal(out, tensor(1))
+    assert tier.erase(key)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("memascend-scratch-owner")} == before
+
+
 def bytes_of(value: float, numel: int = 50_000) -> bytes:
     return tensor(value, numel).numpy().tobytes()
 
