@@ -48,7 +48,8 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
     states."""
     if folder.model.exists():
         return (
-            f"{folder.root} has no states on the SSD: load its newest checkpoint, {folder.model}, with from_pretrained"
+            f"{folder.root} has no states on the SSD (--system lohan keeps them with --checkpoints weights or none): "
+            f"load its newest checkpoint, {folder.model}, with from_pretrained"
         )
     if streams:
         made = max((row["step"] for row in read_metrics(folder.metrics)), default=0)
@@ -57,4 +58,7 @@ def _why_none(folder: RunFolder, *, streams: bool) -> str:
         return f"{folder.root} has no weights yet: no step of it was completed"
     if read_prepared(folder) is None:
         return f"{folder.root} has no weights yet: it ended before training began; continue it with train --resume"
-    return f"{folder.root} has no states on the SSD, and no checkpoint: generate is for runs of --system lohan"
+    return (
+        f"{folder.root} has no states on the SSD, and no checkpoint: generate needs the states of a run of --system "
+        "lohan with --checkpoints weights or none"
+    )
