@@ -164,6 +164,8 @@ def _train(options: argparse.Namespace) -> NoReturn:
     resume = bool(options.resume)
     if resume and "model" not in wanted and "output" not in wanted:
         raise ValueError("--resume needs the run's folder: name it with --output")
+    if resume and options.epochs is not None and options.steps is None:
+        wanted["steps"] = None  # the flag wins over the steps with which the run was started
     config = configs.complete({"model": "?", "data": ["?"], **wanted} if resume else systems.with_defaults(wanted))
     from memascend.training.launch import join, launch
 

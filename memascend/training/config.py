@@ -26,7 +26,8 @@ OUT_OF_SCOPE = dict.fromkeys(
     ("lora", "lora_r", "lora_alpha", "lora_rank", "qlora", "peft", "adapter", "load_in_4bit", "load_in_8bit"),
     "LoRA and other adapters are out of scope: memascend trains all weights; leave it out",
 )
-# Keys that may differ when a run is resumed: none of them changes a loss before the new end. All others must stay.
+# Keys that may differ when a run is resumed; all others must stay. None changes the loss of a step, except that another
+# number of steps changes the learning rates of the steps to come, which a resumed run says.
 MAY_CHANGE_ON_RESUME = (
     "steps", "epochs", "nvme", "devices", "tiers", "write_budget", "host_memory", "save_every", "eval_every",
     "log_every", "keep", "checkpoints", "eval_sequences", "trace", "accumulation", "save_in_foreground",
@@ -440,10 +441,11 @@ def complete(values: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
+def resumed(saved: dict[str, Any], wanted: dict[str, Any], otherwise: str = "") -> TrainConfig:
     """Return the configuration of a resumed run: the saved one, with the changes that are allowed.
 
-    Raises a ValueError that names the first key of `wanted` that differs and must not.
+    Other epochs without steps replace saved steps. Raises a ValueError that names the first key of `wanted` that
+    differs and must not. `otherwise`: what its message advises if the key is not left out.
     """
     current = complete(saved)
     for name, value in wanted.items():
@@ -453,7 +455,9 @@ def resumed(saved: dict[str, Any], wanted: dict[str, Any]) -> TrainConfig:
         was = "was not given" if before is None else f"was {before!r}"
         raise ValueError(
             f"--resume continues with the run's own configuration: '{name}' {was}, not {value!r}; leave it "
-            "out, or start a new run from this one's weights: --model OUTPUT/model --output another"
+            f"out{otherwise}"
         )
     changes = {name: value for name, value in wanted.items() if name in MAY_CHANGE_ON_RESUME}
+    if "steps" not in wanted and wanted.get("epochs", current.epochs) != current.epochs:
+        changes["steps"] = None
     return dataclasses.replace(current, **changes)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memascend.storage.atomic_write import write_atomically
-from memascend.storage.folders import swap_folder
+from memascend.storage.folders import check_swap_folder, swap_folder
 from memascend.storage.shared_memory import collect_shared_memory
 from memascend.training import backends, checkpoint, left_states, preflight, processes, systems
 from memascend.training import config as configs
@@ -40,7 +40,7 @@ from memascend.training.processes import (
     free_port,
     remove_shared_buffers,
 )
-from memascend.training.progress import byte_count, read_metrics
+from memascend.training.progress import byte_count, nothing_to_do, read_metrics
 
 _PREPARATION = datetime.timedelta(days=7)  # the limit of the default process group is minutes
 SetupOf = Callable[[TrainConfig, dict[str, Any], str, str], backends.Setup]
@@ -85,7 +85,7 @@ def launch(
     with (
         contextlib.suppress(NothingToDo),
         contextlib.ExitStack() as ends,
-        _opened(folder, config, resume, wanted) as (config, lock),
+        _opened(folder, config, resume, wanted) as (config, before, lock),
     ):
         stopping.saves = config.checkpoints != "none"
         ends.callback(stopping.restore)
@@ -104,7 +104,7 @@ def launch(
             if dry_run and not resume:
                 _discard(folder, None)
             return stopping.status
-        with _composed(config, folder, prepared, setup_of) as job:
+        with _composed(config, folder, prepared, setup_of, before) as job:
             job["temporary"] = temporary
             if dry_run:
                 say("dry run: nothing was trained, and no files were left")
@@ -178,8 +178,8 @@ def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> It
     """Do the parent's part on rank 0 of a launcher: lock the folder, prepare, and yield the job."""
     folder = RunFolder(config.output_folder)
     with (
-        _opened(folder, config, resume, wanted) as (config, _),
-        _composed(config, folder, prepare(folder, Stopping())) as job,
+        _opened(folder, config, resume, wanted) as (config, before, _),
+        _composed(config, folder, prepare(folder, Stopping()), before=before) as job,
     ):
         yield job
 
@@ -187,36 +187,53 @@ def _first_rank(config: TrainConfig, resume: bool, wanted: dict[str, Any]) -> It
 @contextlib.contextmanager
 def _opened(
     folder: RunFolder, config: TrainConfig, resume: bool, wanted: dict[str, Any]
-) -> Iterator[tuple[TrainConfig, Lock]]:
-    """Lock the run's folder, save the configuration in it, and yield both the configuration and the lock.
+) -> Iterator[tuple[TrainConfig, TrainConfig | None, Lock]]:
+    """Lock the run's folder, save the configuration in it, and yield it, the one before (if resumed), and the lock.
 
     A new run that fails before the first step leaves nothing but logs that say why, unless its processes could not be
     ended. If a --resume makes no step, the previous configuration is restored.
     """
     with folder.held(resume=resume) as lock:
         before, made = folder.config.read_text(encoding="utf-8") if resume else "", _steps_made(folder)
+        earlier: TrainConfig | None = None
         states: Path | None = None  # folder for the states of a new run, once it is known to be empty
         try:
             _take_over(lock)
             saved = configs.read_config(folder.config) if resume else {}
             if resume:
-                config = configs.resumed(saved, wanted)
+                earlier = configs.complete(saved)
+                config = configs.resumed(saved, wanted, _instead(earlier, folder))
                 if config.output_folder != folder.root:  # the run's folder was moved or copied
                     config = dataclasses.replace(config, output=str(folder.root))
             config = config.with_absolute_places()
             systems.check(config)
+            if config.nvme:
+                check_swap_folder(config.nvme, "--nvme")
             if resume:
                 left_states.require_found(config, saved.get("nvme"), folder)
             else:
                 states = left_states.place_of_new(config)
             save_config(folder, config)
-            yield config, lock
+            yield config, earlier, lock
         except BaseException as error:
             if not resume and not _has_trained(folder) and not isinstance(error, Stuck):
                 _discard(folder, states)
             elif resume and _steps_made(folder) == made:
                 write_atomically(folder.config, before)
             raise
+
+
+def _instead(config: TrainConfig, folder: RunFolder) -> str:
+    """Return the part of a message that says how to train with other options than those of the run in `folder`."""
+    if folder.model.exists():
+        return f", or start a new run from this one's weights: --model {folder.model} --output another"
+    states = systems.states_folder(dataclasses.replace(config, output=str(folder.root)))
+    if _steps_made(folder) and states is not None and states.exists():
+        return (
+            f", or start a new run from this one's weights: memascend export {folder.root} FOLDER, then --model FOLDER "
+            "--output another"
+        )
+    return f", or begin again (no step of this run is kept): name another --output, or remove {folder.root}"
 
 
 def _steps_made(folder: RunFolder) -> int:
@@ -247,9 +264,13 @@ def planned_steps(config: TrainConfig, prepared: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _composed(
-    config: TrainConfig, folder: RunFolder, prepared: dict[str, Any], setup_of: SetupOf = systems.setup
+    config: TrainConfig,
+    folder: RunFolder,
+    prepared: dict[str, Any],
+    setup_of: SetupOf = systems.setup,
+    before: TrainConfig | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the job description for the ranks; remove its swap folder at the end.
+    """Yield the job description for the ranks; remove its swap folder at the end. `before`: see `_opened`.
 
     Raises NothingToDo, after saying so, if the newest checkpoint is already at the last step and evaluated.
     """
@@ -260,7 +281,7 @@ def _composed(
     steps = planned_steps(config, prepared)
     done = found and found[-1].step >= steps
     if done and (found[-1].step > steps or not lacks_evaluation(config, folder, prepared, steps)):
-        say(f"nothing to do: {found[-1].path} is at step {found[-1].step} of {steps}; raise --steps to train further")
+        say(nothing_to_do(f"{found[-1].path} is", found[-1].step, steps))
         raise NothingToDo
     if found and found[-1].manifest["ranks"] != config.ranks:
         raise ValueError(f"{found[-1].path} was written by {found[-1].manifest['ranks']} ranks, not {config.ranks}")
@@ -286,6 +307,7 @@ def _composed(
         full = [each for each in found if each.is_full]
         job["checkpoint"] = str(full[-1].path) if full else None
         job["swap"] = str(swap.path) if swap else None
+        job["steps_before"] = planned_steps(before, prepared) if before else None
         _announce(config, prepared, job, full)
         yield job
     except Stuck:  # its processes may still use the files, so a later call removes them
@@ -404,19 +426,22 @@ def _run_ranks(job: dict[str, Any], folder: RunFolder, stopping: Stopping, lock:
         if at_once:
             return stopping.status
         after = "completed step, which the SSD has kept" if job["settings"].get("redo") else "checkpoint"
-        return _outcome(Path(work), folder, stopping, after)
+        return _outcome(Path(work), folder, stopping, "" if job.get("temporary") else after)
 
 
 def _goes_on(folder: RunFolder, after: str) -> str:
-    """Return a phrase that says what --resume will do.
+    """Return the end of a line that says what --resume will do.
 
-    `after` names what it continues from: a checkpoint, or a completed step whose states are on the SSD.
+    `after` names what it continues from: a checkpoint, or a completed step whose states are on the SSD. Empty: the
+    run's folder will be removed, and nothing is said.
     """
+    if not after:
+        return ""
     if not _has_trained(folder):
-        return "--resume starts over"
+        return "; --resume starts over"
     if after == "checkpoint" and not any(each.is_full for each in checkpoint.listed(folder.checkpoints)[0]):
-        return "there is no checkpoint yet: --resume starts over"
-    return f"--resume continues from the last {after}"
+        return "; there is no checkpoint yet: --resume starts over"
+    return f"; --resume continues from the last {after}"
 
 
 def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> int:
@@ -428,14 +453,14 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     if any(result["outcome"] == NOTHING_TO_DO for result in results):
         raise NothingToDo
     if stopping.asked > 1:
-        say(f"interrupted; {_goes_on(folder, after)}" if _has_trained(folder) else "interrupted")
+        say(f"interrupted{_goes_on(folder, after)}" if _has_trained(folder) else "interrupted")
         return stopping.status
     codes = {rank: child.returncode for rank, child in enumerate(stopping.children)}
     bad = {rank: code for rank, code in codes.items() if code not in ends_of(stopping)}
     if not bad:
         stopped = any(codes.values())
         if stopped and not results:
-            say(f"stopped before the first step was finished; {_goes_on(folder, after)}")
+            say(f"stopped before the first step was finished{_goes_on(folder, after)}")
         return stopping.status if stopped else 0
     # When one rank fails, the others are killed: report a rank that ended by itself.
     rank, code = next(((r, c) for r, c in bad.items() if c != -signal.SIGKILL), next(iter(bad.items())))
@@ -443,7 +468,7 @@ def _outcome(work: Path, folder: RunFolder, stopping: Stopping, after: str) -> i
     if code == -signal.SIGKILL:
         raise ValueError(
             f"rank {rank} was killed (signal 9), probably by the out-of-memory killer: see dmesg, plan a smaller run "
-            f"(memascend plan){', and continue with --resume' if _has_trained(folder) else ''}"
+            f"(memascend plan){', and continue with --resume' if after and _has_trained(folder) else ''}"
         )
     said = last_line(log).removeprefix(f"[rank{rank}]: ")
     raise ValueError(f"rank {rank} failed (exit {code}): {said}; see {log}")

@@ -7,11 +7,13 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from memascend.training.config import TrainConfig
+from memascend.training.schedule import change_note
 
 GIB, MIB = 1 << 30, 1 << 20
 SHORT_CONTEXT = 512  # tokens per sequence up to which the first step on a CPU does not take long
@@ -101,6 +103,18 @@ def first_step_note(config: TrainConfig, context: int) -> str | None:
         f"{config.batch} x accumulate {config.accumulate} x ranks {config.ranks} x context {context}); with "
         f"--context {SHORT_CONTEXT} it is {sequences * SHORT_CONTEXT:,}"
     )
+
+
+def start_notes(config: TrainConfig, job: dict[str, Any], step: int, products: str, *, on_cpu: bool) -> Iterator[str]:
+    """Yield the notes of a rank that continues after `step`. `products`: how it computes matrix products."""
+    wait = first_step_note(config, job["prepared"]["context"])
+    if wait and step == 0 and on_cpu:
+        yield wait
+    if step == 0 and products == "fp32" and config.dtype == "bf16":
+        yield "note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)"
+    rates = {"peak": config.peak_learning_rate, "warmup": config.warmup, "schedule": config.schedule}
+    if changed := change_note(step, config.steps or 0, job.get("steps_before"), **rates):
+        yield changed
 
 
 class Progress:
@@ -274,9 +288,11 @@ def add_cut_off_step(
         out.write(json.dumps(row) + "\n")
 
 
-def nothing_to_do(step: int, steps: int) -> str:
-    """Return the line for a run whose kept states are at its last step, or past it."""
-    return f"nothing to do: the states are at step {step} of {steps}; raise --steps"
+def nothing_to_do(what: str, step: int, steps: int) -> str:
+    """Return the line for a run whose checkpoint or states (`what`, with its verb) are at its last step, or past it."""
+    if step > steps:
+        return f"nothing to do: {what} at step {step}, past step {steps}; raise --steps above {step} to train further"
+    return f"nothing to do: {what} at step {step} of {steps}; raise --steps to train further"
 
 
 def progress_output() -> TextIO:

@@ -27,6 +27,23 @@ def learning_rate(step: int, *, peak: float, steps: int, warmup: int | None, sch
     return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def change_note(
+    step: int, steps: int, before: int | None, *, peak: float, warmup: int | None, schedule: str
+) -> str | None:
+    """Return a note if a run that continues after `step` has other learning rates than with `before` steps in all.
+
+    None if `before` is None, if no step is left or was made, or if the rates are the same.
+    """
+    if before is None or before == steps or not 0 < step < steps:
+        return None
+    now = learning_rate(step, peak=peak, steps=steps, warmup=warmup, schedule=schedule)
+    was = learning_rate(min(step, before), peak=peak, steps=before, warmup=warmup, schedule=schedule)
+    if schedule == "constant" and now == was:
+        return None
+    then = f"not {was:.2e}" if step < before else f"the schedule of {before} steps had ended"
+    return f"note: {steps} steps in all, {before} before: the learning rate of step {step + 1} is {now:.2e}, {then}"
+
+
 @lru_cache(maxsize=2)
 def _permutation(sequences: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the sequences in one epoch: the same for the same seed on every machine."""

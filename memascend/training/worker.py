@@ -43,11 +43,11 @@ from memascend.training.progress import (
     StepRecord,
     add_cut_off_step,
     byte_count,
-    first_step_note,
     nothing_to_do,
     progress_output,
     read_metrics,
     rewind_metrics,
+    start_notes,
 )
 from memascend.training.ranks import gather, sums
 from memascend.training.schedule import learning_rate, sequence_numbers
@@ -115,12 +115,10 @@ class Worker:
             eval_batches=self._eval_batches() / self.config.accumulate,
         )
         self.memory.training_begins(self.backend.ledger)
-        wait = first_step_note(self.config, self.job["prepared"]["context"])
-        if wait and self.step == 0 and not torch.cuda.is_available():
-            self.progress.say(wait)
         self.products = products(self.backend.model.dtype, self.config.matmul, self.backend.device)
-        if self.step == 0 and self.products == "fp32" and self.config.dtype == "bf16":
-            self.progress.say("note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)")
+        on_cpu = not torch.cuda.is_available()
+        for note in start_notes(self.config, self.job, self.step, self.products, on_cpu=on_cpu):
+            self.progress.say(note)
         self.stop.training = True
         outcome = self._train()
         self._end_saving()
@@ -150,7 +148,7 @@ class Worker:
         kept = self._kept_step(source)
         if kept is not None and kept > self.steps:
             if self.rank == 0:
-                print(nothing_to_do(kept, self.steps), file=self.out, flush=True)
+                print(nothing_to_do("the states are", kept, self.steps), file=self.out, flush=True)
             return False
         if kept is not None and kept >= (source.step if source else 1):
             self._go_on(source)
@@ -256,7 +254,7 @@ class Worker:
 
     def _train(self) -> str:
         if self.step == self.steps and self._has_evaluated() and self.config.checkpoints == "none":
-            self.progress.say(nothing_to_do(self.step, self.steps))
+            self.progress.say(nothing_to_do("the states are", self.step, self.steps))
         if self.step and self._after_step(False):  # evaluation and checkpoint that a kill or a stop interrupted
             return STOPPED
         while self.step < self.steps:

@@ -98,7 +98,7 @@ def test_handlers_of_signals_are_restored_when_the_training_ends(tmp_path, monke
     assert not set(during) & set(before)
 
 
-def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
+def run_ranks(folder, stopping, monkeypatch, rank, *numbers, temporary=False):
     """Run the parent's part of a run of two ranks, which gets the signals
     when the ranks are up; return its exit status."""
     ranks = []
@@ -120,7 +120,7 @@ def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
     monkeypatch.setattr(launch, "start_rank", start)
     sender = threading.Thread(target=send)
     sender.start()
-    job = {"config": {"ranks": 2}, "threads": 1, "settings": {}}
+    job = {"config": {"ranks": 2}, "threads": 1, "settings": {}, "temporary": temporary}
     try:
         return launch._run_ranks(job, RunFolder(folder), stopping, SimpleNamespace(say=lambda text: None))
     finally:
@@ -135,6 +135,11 @@ def run_ranks(folder, stopping, monkeypatch, rank, *numbers):
 def test_a_stopped_run_ends_with_the_status_of_the_signal(tmp_path, stopping, monkeypatch, capsys, rank, number):
     assert run_ranks(tmp_path, stopping, monkeypatch, rank, number) == STATUS[number]
     assert "stopped before the first step was finished; --resume starts over" in capsys.readouterr().out
+
+
+def test_stopped_run_that_is_removed_says_nothing_about_resume(tmp_path, stopping, monkeypatch, capsys):
+    assert run_ranks(tmp_path, stopping, monkeypatch, "starting", signal.SIGTERM, temporary=True) == 143
+    assert "stopped before the first step was finished\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_run_without_checkpoints_continues_and_exports_the_same_model(runs, caps
     config, report = ((folder / name).read_bytes() for name in ("config.yaml", "report.json"))
     fewer = resume(folder, "--steps", "3")
     assert (fewer.returncode, fewer.stderr) == (0, "")
-    assert "nothing to do: the states are at step 6 of 3; raise --steps" in fewer.stdout
+    assert "nothing to do: the states are at step 6, past step 3; raise --steps above 6" in fewer.stdout
     assert "done" not in fewer.stdout
     assert ((folder / "config.yaml").read_bytes(), (folder / "report.json").read_bytes()) == (config, report)
     assert not list(runs.glob(".exported*"))

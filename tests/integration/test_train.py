@@ -183,7 +183,8 @@ def test_a_finished_run_has_nothing_to_resume(finished):
         done = train(finished, "--resume", "--steps", str(steps), "--save-every", "5")
         assert done.returncode == 0
         newest = finished / "checkpoints" / f"step-{STEPS:08d}"
-        assert f"nothing to do: {newest} is at step {STEPS} of {steps}" in done.stdout
+        end = f" of {STEPS}" if steps == STEPS else f", past step {steps}"
+        assert f"nothing to do: {newest} is at step {STEPS}{end}; raise --steps" in done.stdout
         assert (finished / "config.yaml").read_bytes() == before  # a call that did nothing changes no option
 
 

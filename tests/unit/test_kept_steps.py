@@ -47,4 +47,7 @@ def test_states_past_the_last_step_are_left_alone(checkpoints):
     run.job, run.rank, run.out, run.steps = {"checkpoint": None}, 0, io.StringIO(), 55
     run.backend = SimpleNamespace(kept_step=lambda: 60)  # nothing else is called
     assert not run._begin()
-    assert run.out.getvalue() == "nothing to do: the states are at step 60 of 55; raise --steps\n"
+    assert (
+        run.out.getvalue()
+        == "nothing to do: the states are at step 60, past step 55; raise --steps above 60 to train further\n"
+    )

@@ -47,7 +47,7 @@ def test_new_run_begins_where_no_states_are(tmp_path):
     config = config_of(tmp_path, nvme=str(tmp_path / "ssd"))
     other = begin_states(dataclasses.replace(config, output=str(tmp_path / "another")))
     systems.states_folder(config).mkdir()  # empty
-    with new_run(config) as (opened, _):
+    with new_run(config) as (opened, *_):
         assert opened == config
     assert other.is_dir()
 
@@ -83,7 +83,7 @@ def test_files_of_a_process_that_does_not_end_are_kept_for_resume(tmp_path):
     with pytest.raises(children.Stuck):
         fail(config, children.Stuck("rank 0 hangs"))
     assert (systems.states_folder(config) / "states").is_file()
-    with launch._opened(RunFolder(config.output_folder), config, True, {}) as (resumed, _):
+    with launch._opened(RunFolder(config.output_folder), config, True, {}) as (resumed, *_):
         assert resumed == config
 
 
@@ -103,7 +103,7 @@ def resume_elsewhere(folder, monkeypatch, steps, checkpoint=None):
     launch.save_config(run, before)
     saved = run.config.read_text()
     try:
-        with launch._opened(run, config, True, {"nvme": config.nvme}) as (resumed, _):
+        with launch._opened(run, config, True, {"nvme": config.nvme}) as (resumed, *_):
             assert resumed.nvme == config.nvme
     except ValueError:
         assert run.config.read_text() == saved

@@ -1,5 +1,6 @@
 """The input of `memascend train`: keys of the YAML file and flags, and its messages about invalid ones."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -9,7 +10,11 @@ import pytest
 
 from memascend import cli, systems
 from memascend.training import config as configs
+from memascend.training import launch
+from memascend.training import systems as systems_of_training
 from memascend.training.config import TrainConfig, checked, complete, from_text, read_config, resumed
+from memascend.training.folder import RunFolder
+from memascend.training.schedule import change_note
 
 
 def refusal(capsys, *arguments: str) -> str:
@@ -122,6 +127,78 @@ def test_resumed_run_may_change_its_end_but_not_its_seed():
     assert resumed(saved, {"steps": 20, "keep": 1, "model": "m"}).steps == 20
     with pytest.raises(ValueError, match="'seed' was 0, not 1"):
         resumed(saved, {"seed": 1})
+
+
+def test_epochs_replace_the_steps_of_a_resumed_run():
+    saved = TrainConfig(model="m", data=["d"], steps=10).as_dict()
+    assert resumed(saved, {"epochs": 2.0}).steps is None
+    assert resumed(saved, {"epochs": 2.0, "steps": 30}).steps == 30
+    assert resumed(saved, {"epochs": 1.0}).steps == 10  # from the file of the first call
+
+
+def test_epochs_flag_wins_over_saved_steps_on_resume(monkeypatch):
+    calls = []
+    monkeypatch.setattr("memascend.training.launch.launch", lambda *_, **options: calls.append(options["wanted"]) or 0)
+    for flags in (["--epochs", "1"], ["--epochs", "1", "--steps", "5"], []):
+        with contextlib.suppress(SystemExit):
+            cli.main(["train", "--resume", "--output", "run", *flags])
+    assert [wanted.get("steps", "as saved") for wanted in calls] == [None, 5, "as saved"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ("model", r"or start a new run from this one's weights: --model \S+/run/model --output another$"),
+        (
+            "states",
+            r"or start a new run from this one's weights: memascend export \S+/run FOLDER, then --model ",
+        ),
+        (None, r"or begin again \(no step of this run is kept\): name another --output, or remove \S+/run$"),
+    ],
+)
+def test_refused_option_names_where_the_weights_are(tmp_path, kept, said):
+    config = TrainConfig(model="m", data=["d"], system="lohan", output=str(tmp_path / "run"))
+    folder = RunFolder(config.output_folder)
+    folder.root.mkdir()
+    if kept == "model":
+        folder.model.mkdir()
+    if kept == "states":
+        systems_of_training.states_folder(config).mkdir(parents=True)
+        folder.metrics.write_text('{"kind": "step", "step": 1}\n')
+    launch.save_config(folder, config)
+    with pytest.raises(ValueError, match=said), launch._opened(folder, config, True, {"seed": 1}):
+        pytest.fail("the run continued")
+
+
+def test_file_as_nvme_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "prepare", lambda *_: pytest.fail("the text was read"))
+    (tmp_path / "file").touch()
+    config = TrainConfig(model="m", data=["d"], nvme=str(tmp_path / "file"), output=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"--nvme: \S+/file is a file; name a folder on the SSD"):
+        launch.launch(config, resume=False, wanted={})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "before", "schedule", "said"),
+    [
+        (6, 24, 12, "cosine", "the learning rate of step 7 is 1.84e-03, not 1.31e-03"),
+        (12, 24, 12, "cosine", "the learning rate of step 13 is 1.14e-03, the schedule of 12 steps had ended"),
+        (6, 24, 12, "constant", None),
+        (6, 12, 12, "cosine", None),
+        (12, 12, 24, "cosine", None),  # no step is left
+        (0, 24, 12, "cosine", None),
+        (6, 12, None, "cosine", None),
+    ],
+)
+def test_another_end_says_how_the_learning_rate_changes(step, steps, before, schedule, said):
+    note = change_note(step, steps, before, peak=2e-3, warmup=2, schedule=schedule)
+    assert note == (said and f"note: {steps} steps in all, {before} before: {said}")
+
+
+def test_default_warmup_of_another_end_is_noted():
+    note = change_note(6, 1000, 100, peak=3e-3, warmup=None, schedule="constant")
+    assert note == "note: 1000 steps in all, 100 before: the learning rate of step 7 is 7.00e-04, not 3.00e-03"
 
 
 def test_random_weights_get_a_higher_default_learning_rate():

@@ -91,7 +91,7 @@ def test_copied_run_continues_under_its_new_name(tmp_path, capsys):
     began = dataclasses.replace(CONFIG, output=str(tmp_path / "old"), system="in_memory")
     launch.save_config(RunFolder(tmp_path / "copy"), began)
     wanted = {"output": str(tmp_path / "copy")}
-    with launch._opened(RunFolder(tmp_path / "copy"), complete(began.as_dict() | wanted), True, wanted) as (config, _):
+    with launch._opened(RunFolder(tmp_path / "copy"), complete(began.as_dict() | wanted), True, wanted) as (config, *_):
         assert config.output_folder == tmp_path / "copy"
         prepared = dict.fromkeys(("parameters", "train_tokens", "train_sequences", "eval_sequences", "context"), 1)
         launch._announce(config, prepared | {"planned_host_bytes": 1}, {"config": {"steps": 3}}, [])
