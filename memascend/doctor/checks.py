@@ -276,8 +276,11 @@ def file_system(folder: Path, root: Path = Path("/")) -> str:
     return best[1]
 
 
-def check_folder(folder: Path, kind: str) -> Check:
-    """Check whether swap files can be created in `folder` with O_DIRECT; `kind` is from :func:`file_system`."""
+def check_folder(folder: Path, kind: str, option: str = "--nvme") -> Check:
+    """Check whether swap files can be created in `folder` with O_DIRECT; `kind` is from :func:`file_system`.
+
+    `option` named the folder, for the fix.
+    """
     name, where = "O_DIRECT", f"{folder} ({kind or 'unknown file system'})"
     if not folder.is_dir():
         fix = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
@@ -294,7 +297,7 @@ def check_folder(folder: Path, kind: str) -> Check:
             name=name,
             status=FAIL,
             found=f"{where} lies in memory itself",
-            fix="--nvme with a folder on the SSD: df -h",
+            fix=f"{option} with a folder on the SSD: df -h",
         )
     refused = takes_direct_io(folder)
     if refused:
@@ -302,10 +305,10 @@ def check_folder(folder: Path, kind: str) -> Check:
             name=name,
             status=FAIL,
             found=f"{where}: {refused}",
-            fix="--nvme with a folder on ext4 or XFS on the SSD itself: df -hT lists them",
+            fix=f"{option} with a folder on ext4 or XFS on the SSD itself: df -hT lists them",
         )
     if kind in _NETWORK:
-        return Check(name=name, status=WARN, found=f"{where}: a network file system", fix="--nvme with a local SSD")
+        return Check(name=name, status=WARN, found=f"{where}: a network file system", fix=f"{option} with a local SSD")
     return Check(name=name, status=OK, found=f"{where}: written and read back")
 
 
@@ -324,13 +327,16 @@ def check_space(folder: Path, needs: Needs | None) -> Check:
     return Check(name="free space", status=OK, found=found)
 
 
-def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed | None]:
-    """Measure the drive for a few seconds, with an unnamed file of at most 1 GiB and a tenth of the free space."""
+def check_speed(folder: Path, needs: Needs | None, option: str = "--nvme") -> tuple[Check, DeviceSpeed | None]:
+    """Measure the drive for a few seconds, with an unnamed file of at most 1 GiB and a tenth of the free space.
+
+    `option` named the folder, for the fix.
+    """
     try:
         free = shutil.disk_usage(folder).free
         speed = device_speed(folder, min(1 << 30, free // 10))
     except OSError as error:
-        fix = "free some space, or --nvme with another folder"
+        fix = f"free some space, or {option} with another folder"
         return Check(name="drive speed", status=FAIL, found=f"{folder}: {error.strerror}", fix=fix), None
     found = (
         f"writes {speed.write_bytes_per_s / 1e9:.2f} GB/s, reads {speed.read_bytes_per_s / 1e9:.2f} GB/s "
@@ -349,8 +355,13 @@ def check_speed(folder: Path, needs: Needs | None) -> tuple[Check, DeviceSpeed |
     return Check(name="drive speed", status=OK, found=found), speed
 
 
-def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed: bool = True) -> Iterator[Check]:
-    """Yield every check of this machine, in the order of the report; those of packages are in `packages`."""
+def check_all(
+    folder: Path | None, needs: Needs | None, ranks: int, *, try_speed: bool = True, other_paths: bool = False
+) -> Iterator[Check]:
+    """Yield every check of this machine, in the order of the report; those of packages are in `packages`.
+
+    With `other_paths`, paths that are checked elsewhere take the place of `folder`, which may then be None.
+    """
     proc = Path("/proc/sys")
     limit = kernel.lockable_bytes()
     yield check_kernel()
@@ -365,9 +376,9 @@ def check_all(folder: Path | None, needs: Needs | None, ranks: int, *, try_speed
     most, used = (probe.read_text(proc / "fs" / name) for name in ("aio-max-nr", "aio-nr"))
     yield check_libaio(kernel.libaio_error(events), most, used, ranks)
     if folder is None:
-        yield Check(
-            name="O_DIRECT", status=WARN, found="not tried: no folder was named", fix="memascend doctor --nvme FOLDER"
-        )
+        if not other_paths:
+            fix = "memascend doctor --nvme FOLDER"
+            yield Check(name="O_DIRECT", status=WARN, found="not tried: no folder was named", fix=fix)
         return
     folder = folder.absolute()
     in_folder = check_folder(folder, file_system(folder.resolve()))

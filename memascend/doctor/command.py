@@ -21,7 +21,7 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="check this machine, and print what is missing with the exact fix",
         description="Check kernel, memory, SSD, GPU and packages. Writes nothing but one unnamed temporary file in "
-        "--nvme. Exit status: 0, 1 if a check fails, 2 for an error.",
+        "--nvme and in each of --tiers. Exit status: 0, 1 if a check fails, 2 for an error.",
     )
     parser.add_argument(
         "--nvme", type=Path, metavar="DIR", help="folder for swap files: tested with O_DIRECT and timed"
@@ -36,13 +36,11 @@ def add_doctor(commands: Any) -> None:
     )
     parser.add_argument("--no-speed", action="store_true", help="skip the timed write and read (up to 1 GiB)")
     parser.add_argument("--model", metavar="MODEL", help="check against the needs of a plan for this model")
-    parser.add_argument(
-        "--system", default="memascend", metavar="SYSTEM", help="system of that plan (default memascend)"
-    )
+    parser.add_argument("--system", metavar="SYSTEM", help="system of that plan (default memascend)")
     parser.add_argument("--gpus", "--ranks", type=count, default=1, metavar="N", help="GPUs of that plan (default 1)")
     parser.add_argument("--context", type=count, metavar="TOKENS", help="context of that plan (default: that of plan)")
-    parser.add_argument("--batch", type=count, default=1, metavar="N", help="batch per GPU of that plan (default 1)")
-    parser.add_argument("--dtype", default="bf16", metavar="DTYPE", help="dtype of that plan: bf16 (default) or fp16")
+    parser.add_argument("--batch", type=count, metavar="N", help="batch per GPU of that plan (default 1)")
+    parser.add_argument("--dtype", metavar="DTYPE", help="dtype of that plan: bf16 (default) or fp16")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.set_defaults(run=run)
 
@@ -53,8 +51,11 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
     from memascend.doctor.checks import FAIL, check_all, check_gpu
     from memascend.doctor.packages import check_packages, cuda
 
+    if not options.model:
+        _refuse_options_of_plan(options)
     needs = _needs(options) if options.model else None
-    checks = list(check_all(options.nvme, needs, options.gpus, try_speed=not options.no_speed))
+    others = bool(options.tiers)
+    checks = list(check_all(options.nvme, needs, options.gpus, try_speed=not options.no_speed, other_paths=others))
     if options.tiers:
         from memascend.doctor.tiers import check_tiers
 
@@ -67,6 +68,13 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
         made = {"plan": needs.label if needs else None, "checks": [dataclasses.asdict(check) for check in checks]}
         return json.dumps(made | {"failed": bool(status)}, indent=2), status
     return _as_text(checks, needs.label if needs else None), status
+
+
+def _refuse_options_of_plan(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option that only describes the plan of --model, of which there is none."""
+    for name in ("system", "context", "batch", "dtype"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name} belongs to the plan of --model: add --model, or leave --{name} out")
 
 
 def _needs(options: argparse.Namespace) -> Any:
@@ -83,10 +91,10 @@ def _needs(options: argparse.Namespace) -> Any:
     spec = model_spec(options.model).fused(fused_experts("auto"))
     work = Workload(
         spec=spec,
-        system=options.system,
-        dtype=options.dtype,
+        system=options.system or "memascend",
+        dtype=options.dtype or "bf16",
         ranks=options.gpus,
-        batch=options.batch,
+        batch=options.batch or 1,
         context=options.context or default_context(spec.config),
         clip=DEFAULT_CLIP,
     )

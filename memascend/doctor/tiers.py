@@ -20,7 +20,8 @@ from memascend.storage.write_budget import written
 def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool = True) -> Iterator[Check]:
     """Check each path by itself, then all together.
 
-    The last check gives the share of each path, and the seconds of a step with all paths and with each one alone.
+    The last check gives the share of each path, and the seconds of a step with all paths and with each one alone; or,
+    if fewer than two are timed, only whether the plan has room.
     """
     speeds: dict[Path, DeviceSpeed] = {}
     free: dict[Path, int] = {}
@@ -34,7 +35,7 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
                 speeds[path] = speed
             yield check
             continue
-        check = check_folder(path, file_system(path.resolve()))
+        check = check_folder(path, file_system(path.resolve()), "--tiers")
         if check.status == FAIL:
             yield Check(name="path", status=FAIL, found=check.found, fix=check.fix)
             continue
@@ -52,13 +53,15 @@ def check_tiers(paths: Sequence[Path], needs: Needs | None, *, try_speed: bool =
         found = f"{path}: {size(free[path])} free" + (f", {there / 1e12:.2f} TB written by trainings" if there else "")
         status, fix = OK, ""
         if try_speed:
-            tried, speed = check_speed(path, None)
+            tried, speed = check_speed(path, None, "--tiers")
             found, status, fix = f"{found}, {tried.found.removeprefix(f'{path}: ')}", tried.status, tried.fix
             if speed is not None:
                 speeds[path] = speed
         yield Check(name="path", status=status, found=found, fix=fix)
     if len(speeds) > 1:
         yield _together(speeds, free, needs)
+    elif needs is not None and free:
+        yield _space(free, needs)
 
 
 def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None]:
@@ -76,6 +79,16 @@ def _device(path: Path, try_speed: bool) -> tuple[Check, int, DeviceSpeed | None
     speed = DeviceSpeed(write_bytes_per_s=rates.write, read_bytes_per_s=rates.read, tried_bytes=PROBE_BYTES)
     found += f", written at {rates.write / 1e9:.2f} GB/s, read at {rates.read / 1e9:.2f} GB/s"
     return Check(name="path", status=OK, found=found), free_bytes, speed
+
+
+def _space(free: dict[Path, int], needs: Needs) -> Check:
+    """Check the free space of all usable paths against the plan, where their shares are not known."""
+    total = sum(free.values())
+    found = f"{size(total)} on {', '.join(map(str, free))}; the plan needs {size(needs.ssd_bytes)}"
+    if total < needs.ssd_bytes:
+        fix = f"free {size(needs.ssd_bytes - total)} on any of them, or name another drive"
+        return Check(name="free space", status=FAIL, found=found, fix=fix)
+    return Check(name="free space", status=OK, found=found)
 
 
 def _together(speeds: dict[Path, DeviceSpeed], free: dict[Path, int], needs: Needs | None) -> Check:

@@ -350,9 +350,17 @@ def test_without_a_folder_o_direct_is_not_tried(capsys):
     assert "drive speed" not in out
 
 
+def test_folders_of_tiers_count_as_named(capsys, direct):
+    main(["doctor", "--no-speed", "--tiers", str(direct)])
+    out = capsys.readouterr().out
+    assert f"ok    path            {direct}" in out
+    assert "no folder was named" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--batch", "8"], "--batch belongs to the plan of --model: add --model, or leave --batch out"),
         (["--model", "gpt-5"], "unknown model 'gpt-5'"),
         (["--model", "llama3.2-1b", "--system", "floppy"], "unknown system 'floppy'"),
         (["--gpus", "none"], "'none' is not a positive whole number"),

@@ -122,7 +122,7 @@ def drives(tmp_path, monkeypatch):
     monkeypatch.setattr(
         doctor,
         "check_speed",
-        lambda path, _: (
+        lambda path, _, option: (
             doctor.Check(name="drive speed", status="ok", found="quick"),
             DeviceSpeed(write_bytes_per_s=rates[path], read_bytes_per_s=rates[path], tried_bytes=1),
         ),
@@ -149,6 +149,20 @@ def test_doctor_detects_lack_of_space_and_folders_sharing_a_drive(drives, monkey
     checks = list(doctor.check_tiers(drives, None))
     assert [check.status for check in checks] == ["ok", "warn"]
     assert "same file system" in checks[1].found
+
+
+def test_doctor_without_timing_still_checks_space_of_the_plan(drives):
+    for paths in (drives, drives[:1]):
+        *_, space = doctor.check_tiers(paths, needs(10**18), try_speed=False)
+        assert (space.name, space.status) == ("free space", "fail")
+        assert all(str(path) in space.found for path in paths)
+    *_, space = doctor.check_tiers(drives[:1], needs(1))
+    assert (space.name, space.status) == ("free space", "ok")
+
+
+def test_doctor_names_the_option_that_named_the_folder(drives, monkeypatch):
+    monkeypatch.setattr(doctor, "file_system", lambda _: "tmpfs")
+    assert [check.fix for check in doctor.check_tiers(drives, None)] == ["--tiers with a folder on the SSD: df -h"] * 2
 
 
 def test_doctor_tries_raw_device_and_reports_a_missing_store(drives, tmp_path):
