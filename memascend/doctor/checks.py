@@ -25,8 +25,10 @@ GIB, MIB = 2**30, 2**20
 KERNEL_WITH_URING = (5, 6)
 # Requests in flight of DeepSpeed's engine and ours: queue depth 32, one queue per thread, two swappers, with a reserve.
 AIO_EVENTS_A_RANK = 1024
+_AIO_LIMIT = 1048576  # for fs.aio-max-nr; it costs nothing until it is used
 # Below this rate (a SATA drive or a network file system), a step of the smallest committed model waits for minutes.
 SLOW_DRIVE_BYTES_PER_S = 1e9
+_FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)}
 IN_MEMORY = {"tmpfs", "ramfs", "ramdisk"}
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "ceph", "lustre"}
 
@@ -115,11 +117,15 @@ def check_libaio(error: int, most: str, used: str, ranks: int) -> Check:
         note = f", {free:,} of fs.aio-max-nr free" if free is not None else ""
         return Check(name="libaio", status=OK, found=f"set up and destroyed again{note}")
     if error == errno.EAGAIN or (free is not None and free < wanted):
+        enough = _AIO_LIMIT
+        while free is not None and enough - int(used) < wanted:
+            enough *= 2
+        left = "too few" if free is None else f"{free:,}"
         return Check(
             name="libaio",
             status=WARN,
-            found=f"{free:,} requests of fs.aio-max-nr are free, {wanted:,} may be needed; stock DeepSpeed aborts then",
-            fix="sudo sysctl -w fs.aio-max-nr=1048576; for good: echo fs.aio-max-nr=1048576 | sudo tee "
+            found=f"{left} requests of fs.aio-max-nr are free, {wanted:,} may be needed; stock DeepSpeed aborts then",
+            fix=f"sudo sysctl -w fs.aio-max-nr={enough}; for good: echo fs.aio-max-nr={enough} | sudo tee "
             "/etc/sysctl.d/90-aio.conf",
         )
     return Check(
@@ -285,6 +291,13 @@ def check_folder(folder: Path, kind: str, option: str = "--nvme") -> Check:
     if not folder.is_dir():
         fix = "the folder that it lies in, or another" if folder.exists() else f"mkdir -p {folder}"
         return Check(name=name, status=FAIL, found=f"{folder} is no folder", fix=fix)
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return Check(
+            name=name,
+            status=FAIL,
+            found=f"{where} is mounted read-only",
+            fix=f"sudo mount -o remount,rw the file system (dmesg says why it is not), or {option} with another folder",
+        )
     if not os.access(folder, os.W_OK):
         return Check(
             name=name,
@@ -300,6 +313,9 @@ def check_folder(folder: Path, kind: str, option: str = "--nvme") -> Check:
             fix=f"{option} with a folder on the SSD: df -h",
         )
     refused = takes_direct_io(folder)
+    if refused in _FULL:
+        fix = f"free some space, or {option} with another folder"
+        return Check(name=name, status=FAIL, found=f"{where}: {refused}", fix=fix)
     if refused:
         return Check(
             name=name,

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch  # noqa: F401  (first: the extension needs its libraries)
@@ -104,6 +105,8 @@ def test_io_uring(error, disabled, status, words):
         (0, "65536", "128", OK, "65,408"),
         (0, "65536", "65000", WARN, "fs.aio-max-nr=1048576"),
         (errno.EAGAIN, "65536", "65536", WARN, "fs.aio-max-nr=1048576"),
+        (errno.EAGAIN, "", "", WARN, "too few requests of fs.aio-max-nr are free"),
+        (0, "1048576", "1048500", WARN, "fs.aio-max-nr=2097152"),
         (errno.ENOSYS, "", "", WARN, "io_uring is what remains"),
     ],
 )
@@ -236,6 +239,14 @@ def test_file_system_that_refuses_o_direct_fails_with_a_fix(tmp_path, monkeypatc
     monkeypatch.setattr(os, "open", refusing)
     judged(checks.check_folder(tmp_path, "fuse"), FAIL, "EINVAL", "ext4 or XFS")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_full_and_read_only_drives_get_a_matching_fix(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "takes_direct_io", lambda _: os.strerror(errno.ENOSPC))
+    judged(checks.check_folder(tmp_path, "ext4", "--tiers"), FAIL, "free some space, or --tiers with another")
+    volume = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr(os, "statvfs", lambda _: volume)
+    judged(checks.check_folder(tmp_path, "ext4"), FAIL, "is mounted read-only", "remount,rw")
 
 
 def test_the_temporary_file_has_no_name_while_it_is_used(tmp_path):
