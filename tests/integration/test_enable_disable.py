@@ -115,6 +115,7 @@ def test_enabling_twice_is_refused():
         ({"memascend": {"devices": ["/proc/version"]}}, "holds no store"),
         ({"memascend": {"blocks_in_flight": 0}}, "at least 1"),
         ({"memascend": {"blocks_in_flight": True}}, "at least 1"),
+        ({"memascend": {"blocks_in_flight": 2, "pool": "stock"}}, "blocks_in_flight has no effect with pool='stock'"),
         ({"memascend": "adaptive"}, "section"),
         ({"memasend": {"host_memory": "1GiB"}}, "would be ignored .did you mean memascend"),
         ({"Memascend": {"enabled": False}}, "would be ignored .did you mean memascend"),

@@ -45,6 +45,7 @@ def test_former_values_of_gradients_work_with_a_warning(former, now):
         ({"tiers": ["/mnt/a", "/mnt/a/"]}, "names a path more than once"),
         ({"tiers": ["/mnt/a"], "tier_placement": "fast"}, "choose balanced or as_published"),
         ({"tiers": ["/mnt/a", "/mnt/b"], "tier_placement": [1]}, "a number for each of 2 paths"),
+        ({"tiers": ["/mnt/a", "/mnt/b"], "tier_placement": [1, float("nan")]}, "a number for each of 2 paths"),
         ({"tiers": ["/mnt/a"], "sub_group_order": "random"}, "choose alternating or ascending"),
         ({"tiers": ["/mnt/a"], "tier_exclusive": "yes"}, "must be true or false"),
         ({"tiers": ["/mnt/a"], "write_budget": "plenty"}, "use 300TB"),

@@ -121,6 +121,11 @@ class EnableOptions:
             raise ValueError(
                 f'"{CONFIG_KEY}.blocks_in_flight" must be a whole number of at least 1, got {self.blocks_in_flight!r}'
             )
+        if self.blocks_in_flight > 1 and self.parts.pool == "stock":
+            raise ValueError(
+                "memascend: blocks_in_flight has no effect with pool='stock', whose buffers DeepSpeed counts: set pool "
+                "to 'adaptive', or remove blocks_in_flight"
+            )
         for name in ("require_direct", "prestage_checkpoints"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f'"{CONFIG_KEY}.{name}" must be true or false, got {getattr(self, name)!r}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -49,7 +50,7 @@ class TierOptions:
             raise ValueError(f'"{CONFIG_KEY}.tiers" names a path more than once: {list(self.tiers)}; name each once')
         placed = self.tier_placement
         if isinstance(placed, tuple):
-            numbers = all(isinstance(share, int | float) and not isinstance(share, bool) for share in placed)
+            numbers = all(type(share) in (int, float) and math.isfinite(share) for share in placed)
             if not numbers or len(placed) != len(self.tiers) or min(placed) < 0 or sum(placed) <= 0:
                 raise ValueError(
                     f'"{CONFIG_KEY}.tier_placement" must be {", ".join(PLACEMENTS)} or a number for each of '
