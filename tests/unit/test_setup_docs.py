@@ -35,7 +35,7 @@ def test_status_and_readme_say_how_many_exhibits_are_built():
     built = len(built_exhibits())
     assert f"Built: {built} of {len(registry.exhibits())} exhibits." in (ROOT / "docs/status.md").read_text()
     assert built == len(registry.exhibits())
-    assert f"All {built} exhibits of the five papers are drawn" in (ROOT / "README.md").read_text()
+    assert re.search(rf"All {built} exhibits of the \w+ papers are drawn", (ROOT / "README.md").read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

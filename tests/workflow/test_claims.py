@@ -458,3 +458,11 @@ def test_claims_of_planned_exhibits_are_left_out() -> None:
     registry = [{"id": "x-fig01", "status": "planned"}, {"id": "x-fig02", "status": "built"}]
     later = changed(id="x-fig02-peak", exhibit_id="x-fig02")
     assert claims.of_built([CLAIM, later], registry) == [later]
+
+
+def test_modelled_table_of_no_paper_is_refused(tmp_path, monkeypatch) -> None:
+    (tmp_path / "mine.csv").write_text("")
+    monkeypatch.setattr("sys.argv", ["claims", "--modelled", str(tmp_path / "mine.csv"), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit, match="name the table as its paper: memascend, lohan"):
+        claims.main()
+    assert not (tmp_path / "o").exists()

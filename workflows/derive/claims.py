@@ -416,13 +416,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="claims.csv")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tables", type=Path, help="folder of the exhibits' tidy tables")
-    source.add_argument("--modelled", type=Path, help="a paper's modelled lane, decided alone")
+    source.add_argument("--modelled", type=Path, help="PAPER.csv, a paper's modelled lane, decided alone")
     args = parser.parse_args()
     try:
         claims = registry.claims()
         tidy.check({"claims": claims}, "claims.schema.json", "workflows/papers/*/claims.yaml")
         if args.modelled:
-            paper = args.modelled.stem if args.modelled.stem in registry.PAPERS else "memascend"
+            if (paper := args.modelled.stem) not in registry.PAPERS:
+                raise ValueError(f"{args.modelled}: name the table as its paper: {', '.join(registry.PAPERS)}")
             verdicts = decide_modelled([c for c in claims if c["exhibit_id"].startswith(f"{paper}-")], args.modelled)
         else:
             verdicts = decide_all(of_built(claims, registry.exhibits()), args.tables)

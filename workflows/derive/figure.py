@@ -53,6 +53,10 @@ def draw(spec: dict[str, Any], rows: pd.DataFrame, foot: str) -> Figure:
     figure, axes = style.canvas(columns, count, size, spec.get("widths"))
     drawn = []
     for axis, panel in zip(axes, panels, strict=False):
+        if panel["kind"] not in KINDS:
+            raise ValueError(
+                f"figures.yaml: no kind of panel is called '{panel['kind']}': use one of {', '.join(KINDS)}"
+            )
         drawn.append(KINDS[panel["kind"]](axis, data, panel))
         settle(axis, panel)
     for axis in axes[len(panels) :]:
