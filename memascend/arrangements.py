@@ -33,6 +33,7 @@ class Arrangement:
     several paths, with some sub-groups in host memory; `turns_order`: updates alternate between ascending and
     descending order, so that those sub-groups stay there; `first_path`: only the first path is used. `pipelined`:
     DeepSpeed's optimizer reads the next sub-group and writes the previous one while it updates the current one.
+    `optimizer_buffers`: the number of swap buffers that the arm's configuration sets; None: as the planner derives it.
     """
 
     label: str
@@ -55,6 +56,7 @@ class Arrangement:
     turns_order: bool = False
     first_path: bool = False
     pipelined: bool = False
+    optimizer_buffers: int | None = None
     runs: bool = True
     placement: str | None = None  # of host buffers on NUMA nodes, as in a run's configuration; None: the run decides
 

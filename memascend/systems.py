@@ -50,6 +50,7 @@ class System(Protocol):
         """Return a `memascend.training.backends.Setup`, the backend with its settings that runs the real training.
 
         `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files.
+        A system on DeepSpeed also has `planned_config(work, nvme_path)`, which returns the JSON of a planned run.
         """
 
 

@@ -14,9 +14,9 @@ from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub
 _PARTS = {"pinned": "exact", "pool": "adaptive", "overflow": "fused", "aio": "direct"}
 _STOCK = {"pinned": "stock", "pool": "stock", "overflow": "stock", "aio": "stock"}
 _PATHS = ("path0", "path1")
-# All arms get the same number of buffers, so that they use the same host memory: as many as both paths need if
-# gradients stay in host memory. Swapped gradients occupy some of them, so that three sub-groups fit instead of five;
-# DeepSpeed's pipeline uses twelve buffers.
+# In the harness, all arms get the same number of buffers, so that they use the same host memory: as many as both paths
+# need if gradients stay in host memory. Swapped gradients occupy some of them, so that three sub-groups fit instead of
+# five; DeepSpeed's pipeline uses twelve buffers.
 _BUFFERS = cached_sub_group_buffers(False, cached_sub_groups_for(len(_PATHS)))
 
 
@@ -43,7 +43,11 @@ _ARMS = {
     "free": _arm("processes share the paths as it comes", exclusive=False),
     "in_files": _arm("a file for each tensor", first_path=True, keys={"aio": "file"}),
     "zero3": arrangement_of_parts(
-        _STOCK, "DeepSpeed ZeRO-3 (pipelined)", weights_on_gpu=True, refuses_bf16_states="stock DeepSpeed fails"
+        _STOCK,
+        "DeepSpeed ZeRO-3 (pipelined)",
+        weights_on_gpu=True,
+        optimizer_buffers=_BUFFERS,
+        refuses_bf16_states="stock DeepSpeed fails",
     ),
     "caching": _arm("caching", keeps=False, exclusive=False, first_path=True),
     "skip_gradients": _arm("caching, gradients kept", exclusive=False, first_path=True),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memascend.arrangements import Arrangement, where_gradients_wait
+from memascend.arrangements import DEFAULTS, Arrangement, where_gradients_wait
 from memascend.baselines.protocol.described import PlannedSystem
 from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for, optimizer_buffers
+from memascend.planner.options import MODEL_OPTIONS
+from memascend.planner.pool import OUTSIDE_BUFFERS
 from memascend.training.backends import DEEPSPEED, Setup
 
 if TYPE_CHECKING:
+    from memascend.planner.workload import Workload
     from memascend.training.config import TrainConfig
 
 
@@ -109,11 +113,55 @@ class DeepSpeedSystem(PlannedSystem):
             ds_config.setdefault("memascend", {})["placement"] = placement
         ds_config = self._fitted(ds_config, config, prepared, self.arms[arm])
         minimum = scaled(1 << 20, config.twin) if config.twin > 1 else None
-        settings = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
+        settings: dict[str, Any] = {"deepspeed_config": ds_config, "parts": parts, "minimum_swap_bytes": minimum}
         settings["placement"] = config.placement or self.arms[arm].placement
         on_ssd = config.checkpointing == "ssd"
         settings["activations_folder"] = swap if on_ssd else None
         return Setup(backend=DEEPSPEED, settings=settings, swaps=swaps(ds_config) or on_ssd)
+
+    def planned_config(self, work: Workload, nvme_path: str) -> dict[str, Any]:
+        """Return the DeepSpeed JSON of the run that a plan describes: the trainer's, with its parts as a section.
+
+        Raises ValueError for an arm that interleaves the whole process, which is no part of a configuration.
+        """
+        from memascend.training.config import TrainConfig  # here, since most systems are loaded to be planned
+
+        if work.arrangement.placement == PROCESS_INTERLEAVE:
+            raise ValueError(
+                f"arm {work.arm_name!r} of system {self.name!r} interleaves the whole process, which no DeepSpeed "
+                "configuration does: use memascend train, or leave --write-config out"
+            )
+        options = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
+        shared = {name: getattr(work, name) for name in ("dtype", "states", "gradients", "batch", "clip", "ranks")}
+        config = TrainConfig(
+            model=work.spec.name,
+            system=self.name,
+            arm=work.arm_name,
+            twin=work.spec.k,
+            accumulate=work.accumulation,
+            **shared,
+            **options,
+        )
+        prepared = {
+            "context": work.context,
+            "parameters": work.spec.parameters,
+            "sub_group_size": work.sub_group_size,
+            "largest_tensor": max(work.partitions()),
+            "pool_buffers": OUTSIDE_BUFFERS + 1,
+        }
+        with contextlib.suppress(ValueError):  # raised if nothing is large enough to stream
+            flow = work.streamed()
+            prepared |= {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
+        settings = self.trainer(config, prepared, "plan", nvme_path).settings
+        ds_config: dict[str, Any] = settings["deepspeed_config"]
+        parts = settings["parts"]
+        section = ds_config.pop("memascend", {})
+        if parts.get("pool", "adaptive") == "adaptive":  # its buffers are as large as the model's tensors
+            for name in ("buffer_count", "buffer_size"):
+                ds_config["zero_optimization"]["offload_param"].pop(name, None)
+        if "tiers" not in section:  # with tiers, other values are the defaults
+            parts = {name: value for name, value in parts.items() if value != DEFAULTS.get(name)}
+        return ds_config | {"memascend": parts | section | options}
 
     def _fitted(
         self, ds_config: dict[str, Any], config: TrainConfig, prepared: dict[str, Any], arm: Arrangement
@@ -129,13 +177,13 @@ class DeepSpeedSystem(PlannedSystem):
         zero["reduce_bucket_size"] = max(1, min(zero["reduce_bucket_size"], prepared["parameters"]))
         zero["sub_group_size"] = prepared.get("sub_group_size", zero["sub_group_size"])  # not recorded by older runs
         if arm.derives_sizes and "sub_group_size" in prepared:
-            swaps_gradients = where_gradients_wait(arm.parts, "host" if config.tiers else "nvme") == "nvme"
-            if config.tiers:
-                paths = 1 if arm.first_path else len(config.tiers)
+            tiers = ds_config.get("memascend", {}).get("tiers", ())
+            swaps_gradients = where_gradients_wait(arm.parts, "host" if tiers else "nvme") == "nvme"
+            if tiers:
                 zero["offload_optimizer"]["buffer_count"] = cached_sub_group_buffers(
-                    swaps_gradients, cached_sub_groups_for(paths)
+                    swaps_gradients, cached_sub_groups_for(len(tiers))
                 )
-            elif not arm.over_paths:
+            else:
                 zero["offload_optimizer"]["buffer_count"] = optimizer_buffers(
                     zero["offload_optimizer"], swaps_gradients
                 )

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a plan: ready for `memascend.enable`, or for stock DeepSpeed with the other systems."""
+"""The DeepSpeed JSON of a plan, which is the one that `memascend train` uses: ready for `memascend.enable`."""
 
 from __future__ import annotations
 
@@ -8,86 +8,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from memascend.arrangements import DEFAULTS
-from memascend.planner.gpu_memory import PREFETCH_BUCKET, REDUCE_BUCKET
-from memascend.planner.options import MODEL_OPTIONS
+from memascend import systems
 from memascend.planner.workload import Workload
 
-# Both engines split a tensor into requests of 1 MiB; 32 of them in flight saturate a drive (MemAscend IV-E).
-AIO = {"block_size": 1 << 20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-# With DeepSpeed's own AdamW, bf16 master weights lose small updates; ours rounds stochastically.
-_BF16 = {"optimizer_states": "bf16", "numerics": "fast"}
-PERSISTENCE_THRESHOLD = 100_000
-MAX_LIVE_PARAMETERS = 1_000_000_000
 
+def deepspeed_config(work: Workload, nvme_path: str) -> dict[str, Any]:
+    """Return the DeepSpeed configuration with which `train` runs what is planned, as a dict.
 
-def deepspeed_config(work: Workload, nvme_path: str, learning_rate: float = 1e-5) -> dict[str, Any]:
-    """Return the DeepSpeed configuration that the plan describes, as a dict.
-
-    Thresholds are DeepSpeed's, divided by k^2 for a twin. Raises ValueError for a system that is not ZeRO stage 3.
+    The section "memascend" selects the parts. Raises ValueError for a system that does not run on DeepSpeed, and for an
+    arm that is only planned or that a configuration cannot describe.
     """
-    if not work.offloads:
+    system = systems.load(work.system, work.arm)
+    if not hasattr(system, "planned_config"):
         raise ValueError(
             f"{work.system} needs no DeepSpeed configuration: name another --system, or leave --write-config out"
         )
-    area = work.spec.k * work.spec.k
-
-    def scaled(threshold: float) -> int:
-        return max(1, int(threshold) // area)
-
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "overlap_comm": False,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": min(scaled(REDUCE_BUCKET), work.spec.parameters),
-        "sub_group_size": work.sub_group_size,
-        "stage3_prefetch_bucket_size": scaled(PREFETCH_BUCKET),
-        "stage3_max_live_parameters": scaled(MAX_LIVE_PARAMETERS),
-        "stage3_max_reuse_distance": 0,
-        "stage3_param_persistence_threshold": scaled(PERSISTENCE_THRESHOLD),
-        "memory_efficient_linear": False,
-        **_offload(work, nvme_path),
-    }
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.batch,
-        "gradient_accumulation_steps": work.accumulation,
-        "train_batch_size": work.batch * work.accumulation * work.ranks,
-        "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "weight_decay": 0.01}},
-        "gradient_clipping": 1.0,
-        work.dtype: {"enabled": True},
-        "data_types": {"grad_accum_dtype": work.gradients},
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": True,
-    }
-    if work.swaps and not work.arrangement.derives_sizes:  # otherwise they are derived from the machine at run time
-        config["aio"] = AIO | {"intra_op_parallelism": 1}
-    if work.arrangement.derives_sizes:
-        config["memascend"] = {name: getattr(work.stack, name) for name in MODEL_OPTIONS}
-        if work.states == "bf16":
-            config["memascend"] |= _BF16
-        config["memascend"] |= {n: v for n, v in work.arrangement.parts.items() if v != DEFAULTS[n]}
+    if not work.arrangement.runs:
+        raise ValueError(
+            f"arm {work.arm_name!r} of system {work.system!r} can only be planned and simulated: name another --arm, "
+            "or leave --write-config out"
+        )
+    config: dict[str, Any] = system.planned_config(work, nvme_path)
     return config
-
-
-def _offload(work: Workload, nvme_path: str) -> dict[str, Any]:
-    """Return the sections offload_param and offload_optimizer."""
-    if not work.swaps:
-        in_memory = {"device": "cpu", "pin_memory": True}
-        return {"offload_param": dict(in_memory), "offload_optimizer": dict(in_memory)}
-    param = {"device": "nvme", "nvme_path": nvme_path, "pin_memory": True, "max_in_cpu": 0}
-    if not work.arrangement.derives_sizes:  # ours derives both from the model
-        parts = work.streamed()
-        param |= {"buffer_count": parts.monolithic_count(), "buffer_size": parts.largest}
-    optimizer = {
-        "device": "nvme",
-        "nvme_path": nvme_path,
-        "pin_memory": True,
-        "buffer_count": work.optimizer_buffers,
-        "pipeline_read": False,
-        "pipeline_write": False,
-        "fast_init": False,
-    }
-    return {"offload_param": param, "offload_optimizer": optimizer}
 
 
 def write_config(config: dict[str, Any], path: Path, *, force: bool) -> None:

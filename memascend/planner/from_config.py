@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memascend.arrangements import Arrangement, arrangement_of_parts, where_gradients_wait
+from memascend.arrangements import DEFAULTS, Arrangement, arrangement_of_parts, where_gradients_wait
 from memascend.memory.budget import parse_bytes
 from memascend.planner.derived_sizes import given, io_settings, optimizer_buffers
 from memascend.planner.options import MODEL_OPTIONS, Stack
@@ -30,6 +30,8 @@ SECTION_KEYS = (
     "write_budget", "write_budget_stops", "blocks_in_flight", "devices", "host_memory", "require_direct", "placement",
     "prestage_checkpoints", "enabled",
 )  # fmt: skip
+# A section that selects these parts, and no other values than the defaults for the rest, leaves DeepSpeed as it is.
+_STOCK = DEFAULTS | dict.fromkeys(("pinned", "pool", "overflow", "aio"), "stock")
 # DeepSpeed's defaults, for runs in which our code does not derive them (zero/config.py, zero/offload_config.py).
 _STOCK_SUB_GROUP_SIZE, _STOCK_OPTIMIZER_BUFFERS = 1_000_000_000, 4
 _STOCK_POOL_BUFFERS, _STOCK_POOL_NUMEL = 5, 100_000_000
@@ -74,7 +76,8 @@ def workload_of(
     """Return the workload of `config` (a dict as DeepSpeed takes it) on `ranks` GPUs of one machine.
 
     `context`: tokens per sequence. `command_line`: values given there. With a section "memascend" the workload is
-    MemAscend's, with the parts that the section selects; without one it is today's DeepSpeed.
+    MemAscend's, with the parts that the section selects; without one, or if all of them are DeepSpeed's own, it is
+    today's DeepSpeed.
 
     Raises a one-line ValueError for what cannot be planned: ZeRO stages below 3, fp32, parameters kept in memory by
     max_in_cpu, parameters and optimizer in different places.
@@ -87,7 +90,8 @@ def workload_of(
     if unknown := [key for key in section if key not in SECTION_KEYS]:
         raise ValueError(f'"{SECTION}": unknown key {unknown[0]!r}{did_you_mean(unknown[0], SECTION_KEYS)}')
     tiers = section.get("tiers")
-    system, arm = _over_paths(zero) if tiers else (_system(zero, ours), None)
+    ours = ours and (bool(tiers) or {name: section.get(name, value) for name, value in DEFAULTS.items()} != _STOCK)
+    system, arm = _over_paths(zero) if tiers else _system(zero, ours)
     bf16 = {**_section(config, "bfloat16"), **_section(config, "bf16")}
     states = (
         "bf16" if section.get("optimizer_states") == "bf16" or bf16.get("bf16_optimizer_states") is True else "fp32"
@@ -99,7 +103,7 @@ def workload_of(
     return Workload(
         spec=spec,
         system=system,
-        arm="today" if system == "zero_infinity" else arm,
+        arm=arm,
         dtype=dtype,
         states=states,
         gradients=_gradients(config, dtype),
@@ -109,8 +113,8 @@ def workload_of(
         context=context,
         accumulation=accumulation,
         blocks_in_flight=_size(section, "blocks_in_flight", f"{SECTION}.") or 1,
-        sizes=_sizes(config, zero, system),
-        parts=_parts(section, arrangement(system, arm).weights_on_gpu) if ours else None,
+        sizes=_sizes(config, zero, system, ours),
+        parts=_parts(section, arrangement(system, arm)) if ours else None,
         host_memory=None if budget is None else parse_bytes(budget, f'"{SECTION}.host_memory"'),
     )
 
@@ -142,11 +146,12 @@ def _size(section: Any, key: str, where: str, least: int = 1) -> int | None:
     return int(value)
 
 
-def _system(zero: Mapping[str, Any], ours: bool) -> str:
-    """Return the name of the system. `ours`: whether the configuration has our section. Raises ValueError."""
+def _system(zero: Mapping[str, Any], ours: bool) -> tuple[str, str | None]:
+    """Return the system and arm of a run without tiers. `ours`: whether parts of ours are used. Raises ValueError."""
     if zero.get("stage") != 3:
         raise ValueError(f"a plan needs ZeRO stage 3, got zero_optimization.stage={zero.get('stage')!r}")
-    places = {_device(zero, name) for name in ("offload_param", "offload_optimizer")}
+    param, optimizer = (_device(zero, name) for name in ("offload_param", "offload_optimizer"))
+    places = {param, optimizer}
     if places == {"nvme"}:
         kept = _size(_section(zero, "offload_param"), "max_in_cpu", "zero_optimization.offload_param.", least=0)
         if kept:
@@ -154,9 +159,11 @@ def _system(zero: Mapping[str, Any], ours: bool) -> str:
                 f"zero_optimization.offload_param.max_in_cpu={kept:g} keeps parameters in memory that a "
                 "plan does not count: set it to 0, or leave it out"
             )
-        return "memascend" if ours else "zero_infinity"
+        return ("memascend", None) if ours else ("zero_infinity", "today")
     if places == {"cpu"}:
-        return "zero_offload"
+        return "zero_offload", None
+    if optimizer == "nvme" and param in ("none", None) and not ours:
+        return "mlp_offload", "zero3"
     raise ValueError(
         "a plan knows offload_param and offload_optimizer both on 'nvme' or both on 'cpu', got "
         + " and ".join(sorted(repr(place) for place in places))
@@ -179,14 +186,14 @@ def _over_paths(zero: Mapping[str, Any]) -> tuple[str, str]:
     return "mlp_offload", "weights_on_paths" if param == "nvme" else "mlp_offload"
 
 
-def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
-    """Return the parts that the section selects, as the drop-in reads it.
+def _parts(section: Mapping[str, Any], arm: Arrangement) -> Arrangement:
+    """Return the parts that the section selects, as the drop-in reads it; the data is where the arm keeps it.
 
     With several tiers, gradients stay in host memory unless the section says otherwise.
     """
     tiers = section.get("tiers") or []
     if not tiers:
-        return arrangement_of_parts(section, derives_sizes=True)
+        return arrangement_of_parts(section, derives_sizes=True, states_on=arm.states_on)
     if not isinstance(tiers, list | tuple) or not all(isinstance(path, str) and path for path in tiers):
         raise ValueError(f'"{SECTION}.tiers" must be a list of paths such as ["/mnt/a", "/mnt/b"], got {tiers!r}')
     placed = section.get("tier_placement")
@@ -198,7 +205,7 @@ def _parts(section: Mapping[str, Any], weights_on_gpu: bool) -> Arrangement:
     named = {"gradients": "host", **section}
     label = f"MemAscend over {len(tiers)} path{'s' if len(tiers) > 1 else ''}"
     more = {"derives_sizes": True, "over_paths": True, "turns_order": turns}
-    return arrangement_of_parts(named, label, weights_on_gpu=weights_on_gpu, **more)
+    return arrangement_of_parts(named, label, weights_on_gpu=arm.weights_on_gpu, **more)
 
 
 def _dtype(config: Mapping[str, Any], bf16: Mapping[str, Any], command_line: CommandLine) -> str:
@@ -265,10 +272,12 @@ def _option(section: Mapping[str, Any], name: str, command_line: CommandLine) ->
     return value or said or _AS_THE_MODEL_HAS_IT[name]
 
 
-def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> SwapSizes:
-    """Return the sizes that the configuration sets; what it leaves out is DeepSpeed's default, or None for our
-    systems."""
-    ours = system in ("memascend", "mlp_offload")
+def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str, ours: bool) -> SwapSizes:
+    """Return the sizes that the configuration sets.
+
+    What it leaves out is DeepSpeed's default, or None if it swaps with parts of ours.
+    """
+    ours = ours and system != "zero_offload"
     param, optimizer = _section(zero, "offload_param"), _section(zero, "offload_optimizer")
 
     def size(section: Mapping[str, Any], key: str, stock: int, where: str = "") -> int | None:
@@ -277,7 +286,9 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str) -> S
 
     swaps_gradients = where_gradients_wait(_section(config, SECTION)) == "nvme"
     derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
-    derived = None if system == "mlp_offload" else derived  # depends on how many sub-groups stay in host memory
+    derived = (
+        None if ours and system == "mlp_offload" else derived
+    )  # depends on how many sub-groups stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = _size(_section(config, "aio"), "block_size", "aio.") or SWAP_THRESHOLD_BYTES
     return SwapSizes(

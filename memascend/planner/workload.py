@@ -171,6 +171,8 @@ class Workload:
         """Number of one rank's optimizer swap buffers: as the drop-in derives it; the papers' five for the baseline."""
         if self.sizes.optimizer_buffers is not None:
             return self.sizes.optimizer_buffers
+        if self.arrangement.optimizer_buffers is not None:
+            return self.arrangement.optimizer_buffers
         if self.arrangement.over_paths:
             return cached_sub_group_buffers(self.arrangement.swaps_gradients, cached_sub_groups_for(self.paths))
         if self.arrangement.derives_sizes or self.arrangement.pipelined:

@@ -352,6 +352,24 @@ def test_configuration_is_written_and_only_replaced_with_force(capsys, tmp_path)
     assert run(capsys, *arguments, "--force")[0] in (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--system", "lohan"), "lohan needs no DeepSpeed configuration"),
+        (("--system", "in_memory"), "in_memory needs no DeepSpeed configuration"),
+        (("--system", "cxl", "--arm", "as_published"), "can only be planned and simulated"),
+        (("--system", "cxl", "--arm", "naive"), "interleaves the whole process, which no DeepSpeed configuration does"),
+    ],
+    ids=str,
+)
+def test_configuration_of_a_system_without_one_is_refused(capsys, tmp_path, options, words):
+    more = ("--nvme", str(tmp_path), "--write-config", str(tmp_path / "ds.json"))
+    status, _, err = run(capsys, "plan", "--model", "llama3.2-1b", *options, *more)
+    assert (status, err.count("\n")) == (2, 1)
+    assert words in err
+    assert not (tmp_path / "ds.json").exists()
+
+
 def test_baseline_configuration_names_its_buffers(capsys, tmp_path):
     path = tmp_path / "ds.json"
     run(capsys, "plan", "--model", "qwen2.5-7b", "--system", "zero_infinity", "--nvme", str(tmp_path),
@@ -359,7 +377,8 @@ def test_baseline_configuration_names_its_buffers(capsys, tmp_path):
     config = json.loads(path.read_text())
     param = config["zero_optimization"]["offload_param"]
     assert (param["buffer_count"], param["buffer_size"]) == (9, 152064 * 3584)
-    assert "memascend" not in config
+    parts = {"pinned": "power_of_two", "pool": "monolithic_separate", "overflow": "chain", "aio": "file"}
+    assert {name: config["memascend"][name] for name in parts} == parts
 
 
 def test_all_in_gpu_has_no_deepspeed_configuration(capsys, tmp_path):
