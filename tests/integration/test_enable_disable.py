@@ -323,13 +323,17 @@ def test_parameters_kept_in_memory_by_the_user_cause_a_warning(tmp_path, offload
         memascend.disable()
 
 
-def test_disabled_configuration_leaves_deepspeed_unchanged():
+@pytest.mark.parametrize(
+    ("section", "keywords", "off"),
+    [({"enabled": False}, {}, True), ({}, {"enabled": False}, True), ({"enabled": False}, {"enabled": True}, False)],
+)
+def test_disabled_configuration_leaves_deepspeed_unchanged(section, keywords, off):
     import memascend
 
     before = places()
-    memascend.enable(CONFIG | {"memascend": {"enabled": False}})
+    memascend.enable(CONFIG | {"memascend": section}, **keywords)
     try:
-        assert places() == before
+        assert (places() == before) == off
     finally:
         memascend.disable()
 

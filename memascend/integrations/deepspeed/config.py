@@ -79,10 +79,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {name: get_args(hint) for name, hint in g
 STOCK = Parts(pinned="stock", pool="stock", overflow="stock", aio="stock")
 
 
-def switched_off(ds_config: dict[str, Any]) -> bool:
-    """Return whether the configuration says ``"memascend": {"enabled": false}``, which leaves DeepSpeed unchanged."""
+def switched_off(ds_config: dict[str, Any], enabled: bool | None = None) -> bool:
+    """Return whether ``"memascend": {"enabled": false}`` leaves DeepSpeed unchanged; the keyword ``enabled`` overrides
+    it."""
     section = ds_config.get(CONFIG_KEY)
-    return isinstance(section, dict) and section.get("enabled") is False
+    if enabled is None and isinstance(section, dict):
+        enabled = section.get("enabled")
+    return enabled is False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def enable(
             "memascend.enable takes the DeepSpeed configuration as a dict, a path or JSON in base64, got "
             f"{ds_config!r}, which is neither; check that the file exists and is JSON"
         )
-    if switched_off(config):
+    if switched_off(config, options.get("enabled")):
         _active = Enabled(parts=STOCK, ledger=ledger or Ledger(), io=IoCounters())
         return _active
     chosen = enable_options(config, options)
