@@ -28,7 +28,7 @@ from memascend.activation.options import CacheOptions, CacheStatistics
 from memascend.activation.record import Plan, Record, next_plan
 from memascend.activation.saved import ActivationError, InMemory, Region, View, known_identity, span_of
 from memascend.activation.staged import StagedTier
-from memascend.activation.surroundings import calls_itself, device_in_use, free_device_bytes
+from memascend.activation.surroundings import calls_itself, device_in_use, device_named, free_device_bytes
 from memascend.activation.sweep import Sweep
 from memascend.activation.transfer import has_streams
 from memascend.activation.weights import KnownWeights
@@ -83,7 +83,7 @@ class ActivationCache:
         self.tier: Tier | StagedTier = tier
         self.plan = Plan(offload_bytes=self.options.amount if isinstance(self.options.amount, int) else None)
         self.record: Record | None = None  # of the last completed forward pass
-        self._device = torch.device(self.options.device).type if self.options.device else device_in_use()
+        self._device = device_named(self.options.device) if self.options.device else device_in_use()
         if self._device != "cpu" and has_streams(self._device):
             self.tier = StagedTier(tier, allocator)
         elif self._device != "cpu":

@@ -26,6 +26,16 @@ def device_in_use() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def device_named(device: str) -> str:
+    """Return the type of a device such as "cuda". Raises ValueError, in one line, if torch knows no such device."""
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        raise ValueError(
+            f"activations: device {device!r} is unknown to torch; use 'cuda' or 'cpu', or omit it"
+        ) from None
+
+
 def free_device_bytes(device: str) -> int | None:
     """Return the free bytes of the current device of this type ("cpu": of the machine), or None if unknown."""
     if device == "cpu":

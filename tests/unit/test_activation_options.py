@@ -314,6 +314,10 @@ def test_cache_files_are_removed_with_the_model(tmp_path):
             {"checkpointing": "ssd", "activations": {"amountt": "all"}},
             r"unknown key 'amountt' \(did you mean amount\?\); known: folder, mix, amount, minimum_bytes",
         ),
+        (
+            {"checkpointing": "ssd", "activations": {"folder": ".", "device": "gpu"}},
+            "'gpu' is unknown to torch; use 'cuda'",
+        ),
         ({"checkpointing": "ssd", "activations": {"foldr": "."}}, "did you mean folder"),
         ({"checkpointing": "ssd", "activations": {"folder": 5}}, "folder must be the path of a folder on the SSD"),
         ({"checkpointing": "ssd", "activations": {"folder": ""}}, "folder must be the path of a folder on the SSD"),
