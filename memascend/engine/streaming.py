@@ -34,6 +34,7 @@ from memascend.engine.saved import begin_save, put_back, saved_facts
 from memascend.engine.saving import BackgroundSave
 from memascend.engine.streamed_optimizer import StreamedAdamW
 from memascend.memory.pinned import Allocator
+from memascend.storage.folders import check_swap_folder
 
 log = logging.getLogger("memascend")
 
@@ -48,7 +49,8 @@ class streaming:
     files. Not thread-safe.
 
     The folder is new or empty, or with `resume` contains the states of the same model: training continues after the
-    last completed step (`steps`, `note`). The states stay there at the end; `session.remove()` deletes them.
+    last completed step (`steps`, `note`). The parent of a new one must exist, since a typo would fill the system disk.
+    The states stay there at the end; `session.remove()` deletes them.
     `allocator` allocates all host memory (default: pinned memory of exact size).
 
     **Between `backward()` and `step()`** gradients either wait or are used as they arrive. They wait with `clip`,
@@ -85,9 +87,8 @@ class streaming:
             pass
         except OSError as error:
             raise ValueError(f"streaming(folder): {str(folder)[:200]}: {error.strerror}") from None
-        if not self.folder.is_dir() and os.path.lexists(self.folder):
-            kind = "a link to nowhere" if self.folder.is_symlink() and not self.folder.exists() else "a file"
-            raise ValueError(f"{self.folder} is {kind}: name a folder, or one that can be created")
+        if not resume or os.path.lexists(self.folder):
+            check_swap_folder(self.folder, "streaming(folder)")
         if state_files.holds_states(self.folder) and not resume:
             raise ValueError(
                 f"{self.folder} holds the states of an earlier training: continue it (resume=True), or remove it"

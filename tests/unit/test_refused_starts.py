@@ -55,16 +55,21 @@ def test_model_emptied_by_a_closed_session_cannot_begin_another(tmp_path):
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "not there"])
 def test_failed_start_leaves_folders_as_they_were(tmp_path, there):
-    folder = tmp_path / "deep" / "run"
+    folder = tmp_path / "run"
     if there:
-        folder.mkdir(parents=True)
+        folder.mkdir()
     ours = model()
     first = next(iter(ours.parameters()))
     with pytest.raises(ValueError, match="is in no param group"):
         begin(ours, folder, params=[first])
     assert folder.exists() == there
-    assert [each.name for each in tmp_path.iterdir()] == (["deep"] if there else [])
-    assert there == (list(tmp_path.rglob("*")) == [tmp_path / "deep", folder])
+    assert list(tmp_path.rglob("*")) == ([folder] if there else [])
+
+
+def test_missing_parent_of_the_folder_is_refused_and_not_created(tmp_path):
+    with pytest.raises(ValueError, match=r"^streaming\(folder\): \S+/nvmee/run cannot be created, since .*/nvmee "):
+        streaming(tmp_path / "nvmee" / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 BAD_OPTIONS = {

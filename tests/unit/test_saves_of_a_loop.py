@@ -172,7 +172,7 @@ def test_load_of_mismatched_save_is_refused_and_changes_nothing(tmp_path):
         (model(dtype=torch.bfloat16, hidden=16), {}, r"embedding.weight.master is F32 of \[6400\], expected"),
     ):
         session, optimizer = begin(
-            other, tmp_path / said[:12].strip() / str(len(said)), options=EngineOptions(**options)
+            other, tmp_path / f"{said[:12].strip()} {len(said)}", options=EngineOptions(**options)
         )
         before = {name: values.clone() for name, values in session.engine.read_weights()}
         with pytest.raises(ValueError, match=said):
