@@ -224,7 +224,7 @@ class Configuration:
     def derives(self, exhibit: str) -> str:
         """Return a digest of what determines an exhibit's table and picture, including the labels of systems' arms."""
         systems = {s for run in self.runs.values() if exhibit in (run["exhibits"] or []) for s in run["systems"]}
-        labels = [Path("baselines", s, "system.py").read_text() for s in sorted(systems)]
+        labels = [(self.sources.folder(s) / "system.py").read_text() for s in sorted(systems)]
         paper = self.entries[exhibit]["paper"]
         more = [self.code(f"workflows.papers.{paper}.rows"), labels, self._picture(exhibit)]
         return self.code("workflows.derive.table", more=more)

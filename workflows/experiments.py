@@ -63,7 +63,8 @@ class Experiments:
         """Return the entry of that name; otherwise end with one line that lists the known ones."""
         known = self.document[section]
         if name not in known:
-            fail(f"{self.path}: unknown {section[:-1]} {name!r}; known {section}: {', '.join(known)}")
+            known_ones = f"known {section}: {', '.join(known)}; define further ones under {section}"
+            fail(f"{self.path}: unknown {section[:-1]} {name!r}; {known_ones}: in this file")
         return known[name]
 
     def _training(self, groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -163,6 +163,13 @@ class Tree:
         """Return the module as a list, or an empty list if it is not ours."""
         return [module] if module == EXTENSION or self._file(module) else []
 
+    def folder(self, system: str) -> Path:
+        """Return the folder of a system, here or in MEMASCEND_SYSTEMS. Raises ValueError if there is none."""
+        folder = next((place / system for place in self._systems if (place / system).is_dir()), None)
+        if folder is None:
+            raise ValueError(f"there is no system {system!r} in {', '.join(map(str, self._systems))}")
+        return folder
+
     def _file(self, module: str) -> Path | None:
         """Return the source of a module of ours; None for any other name."""
         if f"{module}.".startswith(f"{BASELINES}."):
@@ -177,10 +184,7 @@ class Tree:
 
     def _folder(self, system: str) -> list[Path]:
         """Return the files of a system, without the Markdown, which only people read."""
-        folder = next((place / system for place in self._systems if (place / system).is_dir()), None)
-        if folder is None:
-            raise ValueError(f"there is no system {system!r} in {', '.join(map(str, self._systems))}")
-        return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix != ".md")
+        return sorted(path for path in self.folder(system).iterdir() if path.is_file() and path.suffix != ".md")
 
     def _glob(self, pattern: str) -> list[Path]:
         """Return the files below the root that match, sorted."""

@@ -188,3 +188,12 @@ def test_modules_a_training_imports_are_in_its_closure() -> None:
     imported = set(done.stdout.splitlines()[-1].split())
     assert len(imported) > 50
     assert imported <= HERE.closure(program("training"), ["memascend"])
+
+
+def test_folder_of_a_system_may_be_outside_the_repository(tree: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "more" / "mine").mkdir(parents=True)
+    monkeypatch.setenv("MEMASCEND_SYSTEMS", str(tmp_path / "more"))
+    assert Tree(tree).folder("mine") == tmp_path / "more" / "mine"
+    assert Tree(tree).folder("one") == tree / "baselines" / "one"
+    with pytest.raises(ValueError, match="there is no system 'nowhere'"):
+        Tree(tree).folder("nowhere")

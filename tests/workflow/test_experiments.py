@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from memascend import cli
+from memascend.baselines.protocol import folders
 from workflows import registry, staleness, tidy
 from workflows.configuration import Configuration
-from workflows.run import validation
+from workflows.experiments import Experiments
+from workflows.run import training, validation
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = yaml.safe_load((ROOT / "workflows/config/experiments.yaml").read_text())
@@ -96,7 +98,7 @@ def test_models_are_committed_and_arms_are_described(profile: str) -> None:
         assert run["model"] in {*tidy.DISPLAY, *papers_own}
         assert {word.split(":")[0] for word in run["arms"]} <= set(EXPERIMENTS["arms"])
     for arm in EXPERIMENTS["arms"].values():
-        described = yaml.safe_load((ROOT / "baselines" / arm["system"] / "system.yaml").read_text())["arms"]
+        described = yaml.safe_load((folders()[arm["system"]] / "system.yaml").read_text())["arms"]
         assert arm["arm"] in described or "environment" in arm
 
 
@@ -151,3 +153,17 @@ def test_code_digest_of_validation_covers_all_of_its_systems(monkeypatch) -> Non
     systems = sorted({system for system, _ in validation.RUNS})
     code = staleness.digest("workflows.run.validation", systems, [validation.MODEL])
     assert paper.measured_by(Path(record).stem) == code
+
+
+def test_harness_refuses_a_system_without_deepspeed_in_one_line(tmp_path: Path, capsys) -> None:
+    words = ["--run-id", "r", "--system", "lohan", "--arm", "optimized", "--model", "llama3.2-1b", "--k", "16"]
+    assert training.main([*words, "--out", str(tmp_path / "r.json")]) == 2
+    said = capsys.readouterr().err
+    assert "training: error: system 'lohan' does not run on DeepSpeed" in said
+    assert said.count("\n") == 1
+
+
+def test_error_for_an_unknown_arm_says_where_arms_are_defined(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Experiments(str(ROOT / "workflows/config/experiments.yaml"), "smoke").named("arms", "my_arm")
+    assert "define further ones under arms: in this file" in f"{caught.value} {capsys.readouterr().err}"

@@ -222,3 +222,10 @@ def test_panel_widths_match_the_columns_that_are_always_drawn(paper: str) -> Non
         if "widths" in spec:
             assert len(spec["widths"]) == spec.get("columns", len(spec["panels"])), exhibit
             assert "columns" in spec or not any(panel.get("optional") for panel in spec["panels"]), exhibit
+
+
+def test_measured_table_without_its_runs_is_refused_in_one_line() -> None:
+    row = {"metric": "peak", "lane": "measured", "testbed": "here/qwen2.5-0.5b-k16", "source": "abc", "series": "x"}
+    table = pd.DataFrame([row]).reindex(columns=tidy.COLUMNS, fill_value="").astype(str)
+    with pytest.raises(tidy.TableError, match="name the list of their runs"):
+        figure.provenance(table, pd.DataFrame())

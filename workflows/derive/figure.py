@@ -119,6 +119,10 @@ def provenance(rows: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
             continue
         out[lane] = ", ".join(places(sorted({t for t in mine["testbed"] if t and not t.endswith("/twins")})))
         if lane == "measured":
+            if "key" not in runs:
+                raise tidy.TableError(
+                    "the table has measured rows: name the list of their runs (--runs-out, or --runs)"
+                )
             keys = {key for source in mine["source"] for key in source.split()}
             out[lane] += measured_when(runs[runs["key"].isin(keys)])
     named = sorted({found[1] for name in rows.loc[reference, "series"] if (found := tidy.OF_REFERENCE.search(name))})

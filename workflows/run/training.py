@@ -96,6 +96,11 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the experiment and write its record; return the exit status: 0 also for a record without a result."""
     system = load_system(args.system, args.arm)
+    if not hasattr(system, "deepspeed_config"):
+        raise ValueError(
+            f"system {args.system!r} does not run on DeepSpeed, and this program measures DeepSpeed only: use "
+            "memascend train"
+        )
     spec = RunSpec(**{f: getattr(args, f) for f in RunSpec.__dataclass_fields__})
     twin = model_spec(args.model).twin(args.k) if args.k > 1 else model_spec(args.model)
     points = [point(text) for text in args.points] or [(args.sequence, args.batch)]
