@@ -1,4 +1,4 @@
-"""Units, repeats and causes of the claims of three papers: what counts is read alike, once, and for every host."""
+"""Units, repeats and causes of claims: what counts is read alike, once, and for every host."""
 
 import csv
 import re
@@ -16,7 +16,8 @@ COUNTED = [claim for claim in CLAIMS if claims.basis_of(claim, "modelled") == cl
 
 
 def test_counted_sizes_are_judged_in_the_printed_unit():
-    for claim in COUNTED:
+    everywhere = [claim for claim in registry.claims() if claims.basis_of(claim, "modelled") == claims.HELD_OUT]
+    for claim in everywhere:
         if re.search(r"\d\s*[GT]B", claim["quote"]):
             assert claim["unit"] not in ("GiB", "GiB/s", "TiB"), claim["id"]
 
