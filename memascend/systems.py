@@ -17,6 +17,10 @@ GROUP = "memascend.systems"
 _REINSTALL = "reinstall: make setup in a checkout, or install memascend again"
 
 
+class NoSchedule(ValueError):
+    """A system whose steps cannot be simulated; its memory can be planned."""
+
+
 class System(Protocol):
     """Interface of a system; `memascend.baselines.protocol` holds the code that systems on DeepSpeed share."""
 

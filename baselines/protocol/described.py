@@ -14,6 +14,7 @@ import yaml
 from memascend.arrangements import Arrangement
 from memascend.deprecation import warn_renamed
 from memascend.memory.placement_policy import LATENCY_FIRST, PlacementPolicy
+from memascend.systems import NoSchedule
 
 if TYPE_CHECKING:
     from memascend.planner.footprint import RankFootprint
@@ -78,9 +79,9 @@ class PlannedSystem(Described):
         self.buffers(build)
 
     def schedule(self, step: Step) -> None:
-        """Add the tasks of one optimizer step. Raises ValueError if the system has no schedule."""
+        """Add the tasks of one optimizer step. Raises NoSchedule if the system has no schedule."""
         if self.tasks is None:
-            raise ValueError(f"system {self.name!r} has no schedule: its steps cannot be simulated")
+            raise NoSchedule(f"system {self.name!r} has no schedule: its steps cannot be simulated")
         self.tasks(step)
 
 

@@ -140,14 +140,11 @@ def full_plan(
     host, volume = plan(kept), io_volume(kept)
     device = DevicePlan(entries=()) if work.on_cpu else gpu_memory(kept)  # on a CPU these tensors are in host memory
     unscheduled = 0 if volume.activation_bytes else activation_writes(work)
+    ssd_limit = None if volume.uncounted else limits.ssd_bytes  # a need that is not known is not compared
     needs = (
         Need(name="GPU memory", needed_bytes=device.device_bytes, limit_bytes=limits.gpu_bytes),
         Need(name="host memory", needed_bytes=host.host_bytes, limit_bytes=limits.ram_bytes),
-        Need(
-            name=SSD_SPACE,
-            needed_bytes=volume.stored_bytes,
-            limit_bytes=limits.ssd_bytes,
-        ),
+        Need(name=SSD_SPACE, needed_bytes=volume.stored_bytes, limit_bytes=ssd_limit),
     )
     time, no_time = _time(kept, machine)
     rated = None if endurance_tb is None else endurance_tb * endurance_gain

@@ -105,6 +105,8 @@ def _gb(size: float) -> str:
 
 def _ssd(result: PlanResult) -> list[str]:
     volume, wear = result.volume, result.wear
+    if volume.uncounted:
+        return [f"SSD: its traffic and space are not counted; {volume.uncounted}"]
     if not wear.bytes_per_step:
         return ["SSD: not used"]
     lines = [
@@ -340,7 +342,7 @@ def as_json(result: PlanResult) -> dict[str, Any]:
         "clip": work.clip,
         "host_bytes": made.host_bytes,
         "device_bytes": result.device.device_bytes,
-        "ssd_bytes": result.swap_bytes,
+        "ssd_bytes": None if result.volume.uncounted else result.swap_bytes,
         "components_bytes": made.components(),
         "device_components_bytes": result.device.components(),
         "ram_gib": None if ram is None else ram / GIB,
@@ -350,7 +352,9 @@ def as_json(result: PlanResult) -> dict[str, Any]:
             for n in result.needs
         ],
         "largest": None if result.largest is None else dataclasses.asdict(result.largest),
-        "io_bytes": {"read": result.volume.read_bytes, "write": result.volume.write_bytes},
+        "io_bytes": None
+        if result.volume.uncounted
+        else {"read": result.volume.read_bytes, "write": result.volume.write_bytes},
         "wear": {
             "bytes_per_step": result.wear.bytes_per_step,
             "tb_per_day": result.wear.tb_per_day,

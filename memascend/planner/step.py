@@ -27,13 +27,14 @@ class IoVolume:
     """Bytes read from and written to storage in one step, by phase, summed over all ranks and paths.
 
     `stored_bytes`: bytes on storage between steps. `activation_bytes`: the part of `write_bytes` that is saved
-    activations, which backward reads again.
+    activations, which backward reads again. `uncounted` says why nothing was counted; it is empty otherwise.
     """
 
     read_bytes: dict[str, int]
     write_bytes: dict[str, int]
     stored_bytes: int
     activation_bytes: int = 0
+    uncounted: str = ""
 
     @property
     def total_read_bytes(self) -> int:
@@ -234,7 +235,7 @@ class Step:
 
 
 def step_of(work: Workload, machine: MachineSpec | None = None, costs: Calibrations | None = None) -> Step:
-    """Return the step of `work` as its system schedules it. Raises ValueError for a system without a schedule."""
+    """Return the step of `work` as its system schedules it. Raises NoSchedule for a system without a schedule."""
     step = Step(work, machine, costs)
     systems.load(work.system).schedule(step)
     return step
@@ -243,7 +244,14 @@ def step_of(work: Workload, machine: MachineSpec | None = None, costs: Calibrati
 def io_volume(work: Workload) -> IoVolume:
     """Return the bytes that one optimizer step of `work` reads and writes, with all its accumulated batches.
 
-    They are counted by the system itself if it has `volume`, otherwise from the tasks of its schedule.
+    They are counted by the system itself if it has `volume`, otherwise from the tasks of its schedule; without either,
+    the result says that they are not counted.
     """
     counted = getattr(systems.load(work.system), "volume", None)
-    return step_of(work).volume() if counted is None else counted(work)
+    if counted is not None:
+        return counted(work)
+    try:
+        return step_of(work).volume()
+    except systems.NoSchedule as error:
+        nothing = dict.fromkeys(PHASES, 0)
+        return IoVolume(read_bytes=nothing, write_bytes=dict(nothing), stored_bytes=0, uncounted=str(error))

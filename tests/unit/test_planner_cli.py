@@ -27,6 +27,17 @@ def test_plan_prints_every_component_and_a_total(capsys):
     assert sum(shares) == pytest.approx(200 * tables, abs=0.5 * tables)  # the rows of each, and their total
 
 
+def test_system_without_a_schedule_has_a_plan_of_its_memory(capsys):
+    command = ("plan", "--model", "llama3.2-1b", "--system", "flashneuron", "--gpu-memory", "24", "--ssd-space", "1")
+    status, out, err = run(capsys, *command)
+    assert (status, err) == (0, "")
+    assert "GPU memory: fits 24 GiB" in out
+    assert "SSD: its traffic and space are not counted; system 'flashneuron' has no schedule" in out
+    made = json.loads(run(capsys, *command, "--json")[1])
+    assert made["io_bytes"] is made["ssd_bytes"] is None
+    assert made["device_bytes"] > 0
+
+
 def test_streamed_gradients_from_a_gpu_need_their_own_host_memory(capsys):
     common = ("plan", "--model", "qwen2.5-7b", "--system", "lohan", "--json")
     here, there = (json.loads(run(capsys, *common, *more)[1]) for more in (("--device", "cpu"), ()))
