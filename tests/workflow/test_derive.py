@@ -12,6 +12,7 @@ import pytest
 from workflow_fixtures import bench, full_set, probed, training, write_records
 
 from workflows import cases, tidy
+from workflows.derive import table
 from workflows.derive.table import measured_rows, twin_k
 from workflows.records import FIG08_METRICS, Run, apart, last_check, load, measured_on
 
@@ -21,6 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def rows_of(records: list[dict], tmp_path: Path) -> pd.DataFrame:
     loaded = load(write_records(tmp_path, records))
     return measured_rows("memascend", loaded)
+
+
+def test_modelled_lane_of_a_mistyped_paper_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    words = ["table", "--modelled-lane-of", "memasend", "--out", str(tmp_path / "x.csv")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=r"no paper 'memasend' \(did you mean memascend\?\)"):
+        table.main()
 
 
 def number(table: pd.DataFrame, **where: str) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pandas as pd
 
-from workflows import tidy
+from memascend.suggestions import did_you_mean
+from workflows import registry, tidy
 from workflows.cases import FAILED, of_record
 from workflows.derive import figure
 from workflows.records import RUN_COLUMNS, apart, load, run_summary
@@ -145,6 +146,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         if args.modelled_lane_of:
+            if args.modelled_lane_of not in registry.PAPERS:
+                near = did_you_mean(args.modelled_lane_of, registry.PAPERS)
+                papers = ", ".join(registry.PAPERS)
+                raise ValueError(f"--modelled-lane-of: no paper {args.modelled_lane_of!r}{near}; the papers: {papers}")
             tidy.write_table(rows_of(args.modelled_lane_of).modelled(), args.out)
             return
         if not (args.exhibit and args.published):
