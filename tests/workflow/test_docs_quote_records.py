@@ -8,12 +8,14 @@ import pytest
 
 from memascend.bench.rounds import ratios, spread
 from memascend.planner import Workload, model_spec, plan
+from memascend.planner.workload import papers
 from workflows.cases import step_seconds
 from workflows.derive import claims
 from workflows.records import predicted_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 COST = (ROOT / "docs/explanation/cost-of-a-streamed-step.md").read_text()
+REFERENCE = ROOT / "results/reference/epyc-genoa-2core"
 RECORDS = sorted((ROOT / "results/reference").glob("*/bench-engine-*.json"))
 
 
@@ -37,12 +39,54 @@ def test_cost_page_has_a_row_for_every_ratio(path):
         assert row["losses_apart"] < 1e-3
 
 
+def test_cost_page_quotes_how_much_a_serial_update_costs():
+    record = json.loads((REFERENCE / "kernel-engine-arms-paper.json").read_text())
+    took = {(point["context"], point["method"]): point["seconds"] for point in record["points"]}
+    times = [median(a / b for a, b in zip(took[at, "none"], took[at, "optimized"], strict=True)) for at in (384, 768)]
+    said = f"throttled to {record['options']['path_rate'] / 1e6:.0f} MB/s (`kernel-engine-arms-paper`) it took "
+    said += f"{times[0]:.2f} times as long as `optimized` at 384 tokens, and {times[1]:.2f} times at 768."
+    assert said in " ".join(COST.split())
+
+
+GALLERY = " ".join((ROOT / "docs/gallery.md").read_text().split())
+
+
+def modelled(paper):
+    verdicts = claims.read_verdicts(ROOT / f"results/reference/modelled/{paper}-claims.csv")
+    return {each.claim_id.removeprefix(f"{paper}-"): each for each in verdicts}
+
+
+def test_gallery_says_how_the_difference_grows_with_context():
+    def peak(system, context):
+        ours = {"spec": model_spec("qwen2.5-7b"), "dtype": "fp16", "ranks": 2, "context": context}
+        return plan(papers(Workload(system=system, **ours))).host_bytes / 2**30
+
+    short, long = (peak("zero_infinity", at) - peak("memascend", at) for at in (4096, 131072))
+    assert f"grows from {short:.1f} GiB at 4096 tokens to {long:.1f} at 131072 in the model" in GALLERY
+
+
+def test_gallery_quotes_how_far_cxl_aware_throughput_is_too_high():
+    found, ranges = modelled("cxl"), []
+    for parts in ("ac", "bd"):
+        names = [f"fig13-{part}-aware-{end}" for part in parts for end in ("low", "high")]
+        apart = [float(found[name].value) - float(found[name].expected.split()[0]) for name in names]
+        ranges.append(f"{min(apart):.0f} to {max(apart):.0f} points on {('one GPU', 'two')[parts == 'bd']}")
+    assert f"too high by {ranges[0]} and by {ranges[1]}" in GALLERY
+
+
+def test_gallery_quotes_ssdtrains_peaks_and_slower_step():
+    found = {name.removeprefix("fig06-"): each.value for name, each in modelled("ssdtrain").items()}
+    for ending in ("", "-slow"):
+        least, most = (float(found[f"peak-{end}{ending}"]) for end in ("min", "max"))
+        assert f"falls by {least:.0f} to {most:.0f} %" in GALLERY
+    assert f"takes {float(found['overhead-slow']):.1f} % longer" in GALLERY
+
+
 def test_engine_records_cover_both_context_lengths():
     lengths = {row["context"] for path in RECORDS for row in json.loads(path.read_text())["summary"]}
     assert {256, 1024} <= lengths
 
 
-REFERENCE = ROOT / "results/reference/epyc-genoa-2core"
 ACTIVATIONS = (ROOT / "docs/how-to/send-activations-to-the-ssd.md").read_text()
 THROTTLED = sorted(REFERENCE.glob("bench-activations-throttled-*.json"))
 
