@@ -247,7 +247,9 @@ class TrainConfig:
 
         A run may be resumed from another folder.
         """
-        lists = {name: [str(Path(path).absolute()) for path in getattr(self, name)] for name in ("devices", "tiers")}
+        lists: dict[str, Any] = {
+            name: [str(Path(path).absolute()) for path in getattr(self, name)] for name in ("devices", "tiers")
+        }
         return dataclasses.replace(self, nvme=str(Path(self.nvme).absolute()) if self.nvme else None, **lists)
 
     @property

@@ -112,7 +112,7 @@ def start_notes(config: TrainConfig, job: dict[str, Any], step: int, products: s
         yield wait
     if step == 0 and products == "fp32" and config.dtype == "bf16":
         yield "note: products of bf16 matrices are computed in fp32 on this CPU (--matmul)"
-    rates = {"peak": config.peak_learning_rate, "warmup": config.warmup, "schedule": config.schedule}
+    rates: dict[str, Any] = {"peak": config.peak_learning_rate, "warmup": config.warmup, "schedule": config.schedule}
     if changed := change_note(step, config.steps or 0, job.get("steps_before"), **rates):
         yield changed
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 WARMUP_SHARE = 0.03
 
@@ -47,6 +49,8 @@ def change_note(
 @lru_cache(maxsize=2)
 def _permutation(sequences: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the sequences in one epoch: the same for the same seed on every machine."""
+    import numpy as np  # the parent of a run's processes needs the learning rate alone
+
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(sequences)
 
 
