@@ -286,9 +286,8 @@ def _sizes(config: Mapping[str, Any], zero: Mapping[str, Any], system: str, ours
 
     swaps_gradients = where_gradients_wait(_section(config, SECTION)) == "nvme"
     derived: int | None = optimizer_buffers(optimizer, swaps_gradients) if ours else _STOCK_OPTIMIZER_BUFFERS
-    derived = (
-        None if ours and system == "mlp_offload" else derived
-    )  # depends on how many sub-groups stay in host memory
+    if ours and system == "mlp_offload":
+        derived = None  # depends on how many sub-groups stay in host memory
     folders = {str(section["nvme_path"]) for section in (param, optimizer) if section.get("nvme_path")}
     block = _size(_section(config, "aio"), "block_size", "aio.") or SWAP_THRESHOLD_BYTES
     return SwapSizes(

@@ -63,7 +63,7 @@ class Stopping:
         self.saves = True  # whether the ranks write a checkpoint before they stop
         self.trains = True  # whether the children train, rather than prepare
         self._before: dict[signal.Signals, Any] = {}
-        self._last = (0, -math.inf)  # the newest signal, and when it came
+        self._last = (0, -math.inf)  # the newest signal that counted, and when it came
 
     def install(self) -> None:
         """Handle SIGTERM, SIGINT and, unless nohup has it ignored, SIGHUP in this process, until `restore`."""
@@ -83,9 +83,9 @@ class Stopping:
         A repeat of the same signal within `REPEAT_S` is ignored.
         """
         now, (last, then) = time.monotonic(), self._last
-        self._last = (number, now)
         if number == last and now - then < REPEAT_S:
             return
+        self._last = (number, now)
         self.asked += 1
         if self.asked == 1:
             self.status = exit_status(number)

@@ -82,6 +82,14 @@ def test_immediate_repeat_of_a_signal_counts_once(stopping, monkeypatch):
     assert stopping.asked == 2
 
 
+def test_signals_in_quick_succession_count_again_after_a_second(stopping, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(children.time, "monotonic", lambda: now)
+    for now in (100.0, 100.4, 100.8, 101.2):  # noqa: B007
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stopping.asked == 2
+
+
 def test_handlers_of_signals_are_restored_when_the_training_ends(tmp_path, monkeypatch):
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before, during = [signal.getsignal(number) for number in numbers], []
