@@ -249,7 +249,8 @@ def io_volume(work: Workload) -> IoVolume:
     """
     counted = getattr(systems.load(work.system), "volume", None)
     if counted is not None:
-        return counted(work)
+        volume: IoVolume = counted(work)
+        return volume
     try:
         return step_of(work).volume()
     except systems.NoSchedule as error:
