@@ -111,7 +111,7 @@ def test_io_error_raises_an_error_naming_the_lost_activation(op, number, tmp_pat
 
 def test_unknown_option_is_refused_with_the_known_ones(tmp_path):
     with (
-        pytest.raises(ValueError, match="unknown key 'amuont'; known: amount"),
+        pytest.raises(ValueError, match=r"unknown key 'amuont' \(did you mean amount\?\); known: amount"),
         memascend.offload_activations(tmp_path, amuont="all"),
     ):
         pass

@@ -44,7 +44,7 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "deepspeed.py").write_text(DEEPSPEED)
     package = tmp_path / "memascend"
     (package / "integrations").mkdir(parents=True)
-    for name in ("__init__.py", "auto.py", "integrations/__init__.py"):
+    for name in ("__init__.py", "auto.py", "suggestions.py", "integrations/__init__.py"):
         shutil.copy(ROOT / "memascend" / name, package / name)
     for name in ("drop_in.py", "configuration.py", "conventions.py"):
         shutil.copy(ROOT / "memascend" / "integrations" / name, package / "integrations" / name)
