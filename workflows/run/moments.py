@@ -213,8 +213,8 @@ class _Training:
         loss = self._loss(np.stack([self.train[i : i + self.args.context + 1] for i in first]))
         loss.backward()
         # One transfer of each kind per step: each one waits for a GPU that several runs share.
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters]).item()
         flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
         gradients = flat.to(torch.bfloat16).cpu().split([parameter.numel() for parameter in self.parameters])
         for parameter, grad, (number, kept) in zip(self.parameters, gradients, _numbered(self.kept), strict=True):
             options = {"step": step, "lr": self._lr(step), "grad_scale": 1 / max(1.0, norm)}
