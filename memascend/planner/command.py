@@ -98,7 +98,6 @@ def _add_system(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--accumulation",
         choices=ACCUMULATION_ORDERS,
-        default="horizontal",
         help="order of the micro-batches of a step with --system lohan, as in train (default horizontal)",
     )
     how.add_argument(
@@ -260,7 +259,9 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 
 # Defaults without an option on the command line or a DeepSpeed configuration; the same as those of train.
 _PRESETS = {"batch": 1, "accumulate": 1, "dtype": "bf16", "states": "fp32", "gradients": "fp32", "system": "memascend"}
-_PRESETS |= {"clip": DEFAULT_CLIP} | {name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS}
+_PRESETS |= {"accumulation": "horizontal", "clip": DEFAULT_CLIP} | {
+    name: getattr(DEFAULT_STACK, name) for name in MODEL_OPTIONS
+}
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -295,7 +296,7 @@ def _configured(options: argparse.Namespace, spec: ModelSpec) -> Workload:
     """Return the workload of the DeepSpeed JSON that --ds-config names."""
     from memascend.planner.from_config import CommandLine, read_config, workload_of
 
-    for name in ("system", "arm", "states", "gradients", "clip", "write_config"):
+    for name in ("system", "arm", "states", "gradients", "clip", "accumulation", "write_config"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} and --ds-config exclude one another: the configuration says what is planned")

@@ -163,6 +163,7 @@ def test_the_command_plans_a_configuration_file(capsys, tmp_path):
         (["--batch", "3"], "the configuration says train_micro_batch_size_per_gpu 2, the command line 3"),
         (["--dtype", "fp16"], "leave --dtype out"),
         (["--states", "bf16"], "--states and --ds-config exclude one another"),
+        (["--accumulation", "vertical"], "--accumulation and --ds-config exclude one another"),
     ):
         assert main([*arguments, *more]) == 2
         assert words in capsys.readouterr().err
