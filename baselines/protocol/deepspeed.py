@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from memascend.baselines.protocol.runs import RunSpec, Sizes
 from memascend.memory.placement_policy import PROCESS_INTERLEAVE
 from memascend.planner.derived_sizes import cached_sub_group_buffers, cached_sub_groups_for, optimizer_buffers
 from memascend.planner.options import MODEL_OPTIONS
-from memascend.planner.pool import OUTSIDE_BUFFERS
+from memascend.planner.pool import swap_buffers
 from memascend.training.backends import DEEPSPEED, Setup
 
 if TYPE_CHECKING:
@@ -146,12 +145,8 @@ class DeepSpeedSystem(PlannedSystem):
             "context": work.context,
             "parameters": work.spec.parameters,
             "sub_group_size": work.sub_group_size,
-            "largest_tensor": max(work.partitions()),
-            "pool_buffers": OUTSIDE_BUFFERS + 1,
+            **swap_buffers(work.spec.tensors(), ranks=work.ranks, threshold_bytes=work.swap_threshold_bytes),
         }
-        with contextlib.suppress(ValueError):  # raised if nothing is large enough to stream
-            flow = work.streamed()
-            prepared |= {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
         settings = self.trainer(config, prepared, "plan", nvme_path).settings
         ds_config: dict[str, Any] = settings["deepspeed_config"]
         parts = settings["parts"]

@@ -70,6 +70,21 @@ def streamed(
     return Streamed(tuple(tuple(block) for block in blocks.values()), tuple(outside), tuple(resident))
 
 
+def swap_buffers(
+    tensors: Sequence[TensorSpec], *, ranks: int = 1, threshold_bytes: float = SWAP_THRESHOLD_BYTES
+) -> dict[str, int]:
+    """Return `largest_tensor` (elements of one rank) and `pool_buffers` (count) of DeepSpeed's pool for 16-bit weights.
+
+    If nothing is large enough to stream, they are those of the largest tensor, and the least that DeepSpeed accepts.
+    """
+    try:
+        flow = streamed(tensors, element_bytes=2, ranks=ranks, threshold_bytes=threshold_bytes)
+    except ValueError:
+        largest = max(partition_numel(tensor.numel, ranks) for tensor in tensors)
+        return {"largest_tensor": largest, "pool_buffers": OUTSIDE_BUFFERS + 1}
+    return {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
+
+
 def sub_groups(tensors: Iterable[TensorSpec], size: int, ranks: int = 1) -> list[list[int]]:
     """Return the partition sizes in elements of each of one rank's optimizer sub-groups, in order.
 

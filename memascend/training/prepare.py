@@ -131,20 +131,15 @@ def _tensors(model_config: dict[str, Any]) -> list[TensorSpec]:
 def _sizes(config: TrainConfig, model_config: dict[str, Any]) -> dict[str, int]:
     """Return the number of parameters and the sizes of DeepSpeed's buffers, in elements of one rank's partitions."""
     from memascend.planner.derived_sizes import sub_group_size
-    from memascend.planner.pool import OUTSIDE_BUFFERS, SWAP_THRESHOLD_BYTES, partition_numel, streamed
+    from memascend.planner.pool import SWAP_THRESHOLD_BYTES, partition_numel, swap_buffers
 
     tensors = _tensors(model_config)
-    sizes = {
-        "parameters": sum(tensor.numel for tensor in tensors),
-        "largest_tensor": max(partition_numel(tensor.numel, config.ranks) for tensor in tensors),
-        "pool_buffers": OUTSIDE_BUFFERS + 1,
-        "sub_group_size": sub_group_size([[partition_numel(tensor.numel, config.ranks) for tensor in tensors]]),
-    }
     threshold = SWAP_THRESHOLD_BYTES / config.twin**2
-    with contextlib.suppress(ValueError):  # raised if nothing is large enough to stream
-        flow = streamed(tensors, element_bytes=2, ranks=config.ranks, threshold_bytes=threshold)
-        sizes |= {"largest_tensor": flow.largest, "pool_buffers": flow.monolithic_count()}
-    return sizes
+    return {
+        "parameters": sum(tensor.numel for tensor in tensors),
+        "sub_group_size": sub_group_size([[partition_numel(tensor.numel, config.ranks) for tensor in tensors]]),
+        **swap_buffers(tensors, ranks=config.ranks, threshold_bytes=threshold),
+    }
 
 
 def _spec(config: TrainConfig, model_config: dict[str, Any]) -> ModelSpec:
