@@ -79,12 +79,13 @@ class Extracts:
         layout, size = self._layout, self._layout.weights.itemsize
         runs = [run for piece in unit.pieces for run in piece.runs] if layout.own_masters else []
         taken = [(Run(part, 0, part.numel), WEIGHTS) for part in unit.parts] + [(run, "master") for run in runs]
-        trained = layout.step_numel(unit)
         for run, what in taken:
             begin, first = _first_in_unit(run), run.part.offset + run.begin
-            key, before = (unit.key, 0) if begin < trained else (frozen_key(unit.key), trained)
-            begin -= before
-            self._add(key, begin * size, (begin + run.numel) * size, (run.part.name, what), first * size)
+            end, trained = begin + run.numel, layout.step_numel(unit)
+            # A frozen part may begin in the padding of the trained tensor, and then continues in the frozen one.
+            for key, low, high in ((unit.key, 0, trained), (frozen_key(unit.key), trained, layout.unit_numel(unit))):
+                lo, hi = max(begin, low), min(end, high)
+                self._add(key, (lo - low) * size, (hi - low) * size, (run.part.name, what), (first + lo - begin) * size)
 
     def _add(self, key: str, begin: int, end: int, what: tuple[str, str], at: int) -> None:
         """Add a byte range for each target of `what` (parameter, kind), where it begins at byte `at`."""

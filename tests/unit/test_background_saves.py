@@ -207,8 +207,9 @@ def test_save_detects_a_corrupted_tensor_on_first_read(tmp_path):
     engine.close()
 
 
-def test_frozen_and_trained_weights_are_saved(tmp_path, lazy, small_buffer):
-    ours = partial.made(torch.bfloat16)
+@pytest.mark.parametrize("rank", [4, 5], ids=["frozen weights begin a page", "frozen weights begin within a page"])
+def test_frozen_and_trained_weights_are_saved(tmp_path, lazy, small_buffer, rank):
+    ours = partial.made(torch.bfloat16, rank=rank)
     engine = partial.begin(ours, tmp_path / "session")
     partial.train(ours, engine, range(1))
     saved = Saved(engine, tmp_path / "save")

@@ -34,10 +34,10 @@ class Adapted(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width=256, depth=4):
+    def __init__(self, width=256, depth=4, rank=4):
         super().__init__()
         self.embed = nn.Embedding(50, width).requires_grad_(False)
-        self.layers = nn.ModuleList(Adapted(width) for _ in range(depth))
+        self.layers = nn.ModuleList(Adapted(width, rank) for _ in range(depth))
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -46,9 +46,9 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def made(dtype=torch.float32, seed=0):
+def made(dtype=torch.float32, seed=0, rank=4):
     torch.manual_seed(seed)
-    return Model().to(dtype)
+    return Model(rank=rank).to(dtype)
 
 
 def groups(of):
