@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memascend.arrangements import Arrangement
 from memascend.baselines.lohan.footprint import footprint
-from memascend.baselines.lohan.options import SWAPPING_ARMS, VERSIONS
+from memascend.baselines.lohan.options import SWAPPING_ARMS, VERSIONS, runs_side_by_side
 from memascend.baselines.lohan.schedule import gradients_wait, schedule
 from memascend.baselines.protocol import PlannedSystem
 from memascend.memory.budget import parse_bytes
@@ -110,7 +110,11 @@ class LoHan(PlannedSystem):
         from memascend.planner.limits import within_space
 
         kept = within_space(work, space_bytes)
-        return [writes_in_words(kept), *clipping_in_words(kept), *cls._versions(work, space_bytes)]
+        ordered = []
+        if work.accumulation > 1 and work.accumulation_order != "horizontal" and not runs_side_by_side(work):
+            why = "results of blocks are on the SSD" if work.on_cpu else "vertical accumulation needs --device cpu"
+            ordered = [f"counted with horizontal accumulation: {why}"]
+        return [writes_in_words(kept), *ordered, *clipping_in_words(kept), *cls._versions(work, space_bytes)]
 
     @classmethod
     def _versions(cls, work: Workload, space_bytes: float | None) -> list[str]:

@@ -248,6 +248,14 @@ def test_planned_step_writes_the_expected_bytes_per_parameter(capsys, options, w
     assert made["wear"]["steps_of_life"] == pytest.approx(1e15 / made["wear"]["bytes_per_step"])
 
 
+def test_plan_says_where_vertical_accumulation_is_not_possible(capsys):
+    note = "counted with horizontal accumulation"
+    command = ["plan", "--model", MODEL, "--system", "lohan", "--accumulate", "4", "--accumulation"]
+    for order, device, noted in (("vertical", "cuda", True), ("vertical", "cpu", False), ("horizontal", "cuda", False)):
+        assert main([*command, order, "--device", device]) == 0
+        assert (note in capsys.readouterr().out) == noted, (order, device)
+
+
 @pytest.mark.parametrize(("versions", "per_parameter"), [("checkpoint", 4.0625), ("two", 2 * 4.0625)])
 def test_int8_states_take_four_bytes_per_parameter_and_version(capsys, versions, per_parameter):
     """There is a margin for inputs of blocks, and for space of two units with one version."""
