@@ -6,6 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from workflows.derive import moments as derived
 from workflows.run import moments
 
 pytestmark = pytest.mark.slow  # twelve trainings
@@ -27,7 +28,7 @@ def losses(record):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moments")
-    assert moments.main(words(folder / "kept", folder / "whole.json", "--draw", str(folder / "curves.svg"))) == 0
+    assert moments.main(words(folder / "kept", folder / "whole.json")) == 0
     return folder
 
 
@@ -46,7 +47,6 @@ def test_record_has_every_run_and_fits_the_schema(whole):
     row = next(row for row in record["summary"] if row["states"] == "int8")
     assert row["mean"] == pytest.approx(sum(ends["int8"]) / 2)
     assert row["within"] == (min(ends["fp32"]) <= row["mean"] <= max(ends["fp32"]))
-    assert (whole / "curves.svg").stat().st_size > 1000
     assert not list((whole / "kept").glob("*.pt"))
 
 
@@ -80,3 +80,8 @@ def test_too_little_text_is_refused(whole, capsys):
     arguments[arguments.index("--context") + 1] = "9000000"
     with pytest.raises(ValueError, match="tokens are too few for 64 held-out sequences: use a shorter --context"):
         moments.main(arguments)
+
+
+def test_picture_of_the_record_has_both_panels(whole, tmp_path):
+    assert derived.main([str(whole / "whole.json"), "--out", str(tmp_path / "curves.svg")]) == 0
+    assert (tmp_path / "curves.svg").stat().st_size > 1000

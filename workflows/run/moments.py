@@ -8,7 +8,7 @@ of the steps and falls to a tenth by a cosine; gradients are clipped to norm one
 
 Repeating the command continues an interrupted run from its last checkpoint in --folder and skips finished runs. One
 record, kind ``moments``, with every run's losses, and for each format the mean over seeds and whether it lies within
-the spread of the fp32 seeds.
+the spread of the fp32 seeds. `workflows.derive.moments` draws it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--folder", type=Path, required=True, metavar="DIR", help="folder for text, checkpoints and finished runs"
     )
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="run record to write")
-    p.add_argument("--draw", type=Path, metavar="FILE", help="also draw the curves (.svg, .png)")
     args = p.parse_args(argv)
     if min(args.steps, args.batch, args.context, args.every) < 1:
         p.error("--steps, --batch, --context and --every are at least one")
@@ -105,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
         for states in args.formats:
             runs.append(done := _run(args, states, seed, tokens))
             print(f"{args.size} {states} seed {seed}: held-out loss {done['evaluated'][-1]:.4f}", flush=True)
-    asked = {key: value for key, value in vars(args).items() if key not in ("size", "folder", "out", "draw")}
+    asked = {key: value for key, value in vars(args).items() if key not in ("size", "folder", "out")}
     fields = {"size": args.size, "model": vars(size), "points_requested": asked | {"options": OPTIONS}}
     fields |= {"points": runs, "summary": summary(runs)}
     code = staleness.digest("workflows.run.moments")
@@ -115,8 +114,6 @@ def main(argv: list[str] | None = None) -> int:
             f"{row['states']}: {row['mean']:.4f} ± {row['deviation']:.4f} over {row['seeds']} seeds, fp32's seeds from"
             f" {row['fp32_lowest']:.4f} to {row['fp32_highest']:.4f}: {'within' if row['within'] else 'outside'}"
         )
-    if args.draw:
-        draw(record, args.draw)
     return 0
 
 
@@ -142,25 +139,6 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return out
-
-
-def draw(record: dict[str, Any], file: Path) -> None:
-    """Plot held-out loss over steps: for each format the mean of its seeds, in the band between them."""
-    from workflows.panels import style
-
-    figure, axes = style.plt.subplots(figsize=(6, 4))
-    colours = dict(zip(FORMATS, ("black", "blue", "vermilion"), strict=True))
-    for states in dict.fromkeys(run["states"] for run in record["points"]):
-        runs = [run for run in record["points"] if run["states"] == states]
-        curves = np.array([run["evaluated"] for run in runs])
-        steps, colour = runs[0]["evaluated_after"], style.PALETTE[colours[states]]
-        axes.plot(steps, curves.mean(axis=0), color=colour, label=f"{states} states, {len(runs)} seeds")
-        axes.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlabel("step")
-    axes.set_ylabel("held-out loss")
-    axes.legend()
-    figure.savefig(file, bbox_inches="tight")
-    style.plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------- one run
