@@ -44,7 +44,8 @@ class DropInLoop(Loop):
         import memascend
         from memascend.baselines.protocol import scaled
         from memascend.training.processes import free_port
-        from tests.integration.trainings import Job, Training, environment
+        from tests.integration.trainings import Job, Training
+        from tests.one_rank import environment
 
         random.seed(os.getpid())
         os.environ.update(environment(0, 1, free_port()))

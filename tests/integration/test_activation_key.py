@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from trainings import Job, environment, free_port, train_all
+from trainings import Job, train_all
+
+from tests import one_rank
 
 pytestmark = pytest.mark.deepspeed
 ROOT = Path(__file__).parents[2]
@@ -41,11 +41,7 @@ def test_zero_3_trains_identically_with_activations_on_the_ssd(tmp_path):
 @pytest.mark.slow
 def test_stages_0_to_2_train_identically_inside_the_context(tmp_path):
     script = Path(__file__).parent / "scripts" / "activation_stages.py"
-    variables = environment(0, 1, free_port()) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = one_rank.run([script, tmp_path], PYTHONPATH=str(ROOT))
     stages = json.loads(done.stdout.splitlines()[-1])
     assert [stage["stage"] for stage in stages] == [0, 1, 2]
     for stage in stages:

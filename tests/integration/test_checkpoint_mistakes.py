@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 
 import pytest
 
-from memascend.training.processes import free_port, remove_shared_buffers
-from tests import forked
+from tests import one_rank
 
 pytestmark = pytest.mark.deepspeed
 
@@ -88,17 +85,7 @@ print(json.dumps(out))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder, port = tmp_path_factory.mktemp("mistakes"), free_port()
-    environment = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = forked.run(
-            [sys.executable, "-c", SCRIPT, str(folder)],
-            env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            timeout=200,
-        )
-    finally:
-        remove_shared_buffers(port)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = one_rank.run(["-c", SCRIPT, tmp_path_factory.mktemp("mistakes")])
     results = json.loads(done.stdout.strip().splitlines()[-1])
     if results is None:
         pytest.skip("DeepSpeed 0.17 and later have checkpoints of ours")

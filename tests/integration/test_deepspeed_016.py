@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from test_huggingface import STEPS, Workbench
-from trainings import ROOT, Job, environment, train_all
+from trainings import ROOT, Job, train_all
 
 from memascend.training.processes import free_port, remove_shared_buffers
+from tests.one_rank import environment
 
 PYTHON = ROOT / ".cache" / "envs" / "deepspeed_016" / "bin" / "python"
 pytestmark = [

@@ -1,13 +1,10 @@
 """A model that train initialises has every weight drawn as transformers draws it, under zero.Init too."""
 
 import json
-import os
-import sys
 
 import pytest
 
-from memascend.training.processes import free_port, remove_shared_buffers
-from tests import forked
+from tests import one_rank
 
 pytestmark = pytest.mark.deepspeed
 
@@ -41,14 +38,7 @@ open(sys.argv[1], "w").write(json.dumps(found))
 def test_fused_experts_and_routers_are_drawn_like_all_other_matrices(tmp_path):
     """They would be torch.empty or zeros if left to transformers, whose own
     initialisation comes after the partitioning."""
-    port = free_port()
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = forked.run(
-        [sys.executable, "-c", BUILD, str(tmp_path / "found.json"), "qwen3_moe", "mixtral"],
-        env=os.environ | environment | {"MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"},
-    )
-    remove_shared_buffers(port)
-    assert done.returncode == 0, done.stderr[-3000:]
+    one_rank.run(["-c", BUILD, tmp_path / "found.json", "qwen3_moe", "mixtral"])
     found = json.loads((tmp_path / "found.json").read_text())
     assert sum("experts" in name for name in found) >= 8
     for name, (dimensions, elements, mean, std) in found.items():

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import sys
 
 import pytest
 
 from memascend.integrations.deepspeed.lasting import LastingChanges
-from memascend.training.processes import free_port, remove_shared_buffers
-from tests import forked
+from tests import one_rank
 
 pytestmark = pytest.mark.deepspeed
 
@@ -188,18 +185,7 @@ print(json.dumps(out))
 
 
 def played(folder, scenario):
-    port = free_port()
-    environment = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-    try:
-        done = forked.run(
-            [sys.executable, "-c", SCRIPT, str(folder), scenario],
-            env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            timeout=200,
-        )
-    finally:
-        remove_shared_buffers(port)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])
+    results = json.loads(one_rank.run(["-c", SCRIPT, folder, scenario]).stdout.strip().splitlines()[-1])
     if results is None:
         pytest.skip("DeepSpeed 0.17 and later have checkpoints of ours")
     return results[scenario]

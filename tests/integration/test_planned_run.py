@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 from memascend.cli import main
 from memascend.planner import model_spec
-from memascend.training.processes import free_port, remove_shared_buffers
-from tests import forked
+from tests import one_rank
 
 pytestmark = pytest.mark.deepspeed
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,16 +20,8 @@ MODEL, K, CONTEXT, BATCH = "qwen2.5-7b", 32, 24, 2
 
 def run_script(name, folder, *arguments):
     """Run a training script of this folder in a separate process, with one rank on the CPU."""
-    port = free_port()
-    done = forked.run(
-        [sys.executable, str(Path(__file__).parent / "scripts" / name), *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "LOCAL_SIZE": "1",
-                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1",
-                          "LOCAL_RANK": "0"},
-    )  # fmt: skip
-    remove_shared_buffers(port)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = Path(__file__).parent / "scripts" / name
+    one_rank.run([script, *arguments], cwd=folder, timeout=600, OMP_NUM_THREADS="2", PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainings import environment, free_port
+
+from memascend.training.processes import free_port
+from tests.one_rank import environment
 
 pytestmark = pytest.mark.deepspeed
 

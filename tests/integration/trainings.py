@@ -41,6 +41,7 @@ from memascend.storage.placement import Rates  # noqa: E402
 from memascend.storage.write_budget import WriteBudgetExceeded  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
+from tests.one_rank import environment  # noqa: E402
 
 SEQUENCE = 16
 
@@ -136,22 +137,6 @@ def train_all(
     wanted = -signal.SIGKILL if jobs[-1].die_at_sync or jobs[-1].die_at_move else 0
     assert all(child.returncode == wanted for child in children), tail
     return {} if wanted else {result["name"]: result for result in json.loads(results.read_text())}
-
-
-def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    return os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONWARNINGS": "default",
-    }
 
 
 def _initialise_experts(modeling: Any) -> None:

@@ -22,11 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a child process is started by path
 
-from trainings import environment, merged  # noqa: E402
+from trainings import merged  # noqa: E402
 
 from memascend.memory import run_buffers  # noqa: E402
 from memascend.training.processes import free_port, remove_shared_buffers  # noqa: E402
 from tests import forked  # noqa: E402
+from tests.one_rank import environment  # noqa: E402
 
 WIDTH, HIDDEN, EXPERTS = 60, 67, 3  # odd, so that pieces of gradients end at any place
 NVME = {"device": "nvme", "pin_memory": True}
