@@ -19,6 +19,27 @@ STEPS = 8
 MODEL = ["--model", "llama3.2-1b", "--twin", "32"]
 WORK = ["--context", "32", "--steps", str(STEPS), "--accumulate", "2", "--save-every", "2", "--keep", "3"]
 EVAL = ["--eval-every", "4", "--eval-sequences", "2", "--eval-share", "0.1"]
+# sitecustomize.py of a run whose engine is changed by the function `patch` that follows.
+_PATCHED = """
+import importlib.abc, importlib.util, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "memascend.engine.runtime":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            patch(module.StreamingEngine)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
 _FINISHED: dict[tuple[str, ...], Path] = {}
 
 
@@ -38,6 +59,17 @@ def command(output: Path, *options: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def patched_environment(folder: Path, patch: str) -> dict[str, str]:
+    """Return an environment in which each process passes StreamingEngine to the function `patch` that the code defines.
+
+    It must be started by subprocess, and has a new folder in `folder`.
+    """
+    site = folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_PATCHED + patch)
+    return environment() | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
 
 
 def train(output: Path, *options: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:

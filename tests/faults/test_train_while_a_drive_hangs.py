@@ -1,36 +1,18 @@
 """SIGTERM ends `memascend train` while the drive of its states hangs, and --resume then continues the run."""
 
-import os
 import signal
 import subprocess
 import time
 
 import pytest
 
-from tests.train_runs import command, environment, losses, text_folder, train
+from tests.train_runs import command, losses, patched_environment, text_folder, train
 
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
 OPTIONS += ["--accumulate", "1", "--eval-sequences", "0", "--seed", "1", "--schedule", "constant"]
 OPTIONS += ["--steps", "4", "--checkpoints", "none"]
 # In the worker, every command to the drive takes five minutes from the second step on.
 HANGS = """
-import importlib.abc, importlib.util, sys
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "memascend.engine.runtime":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            patch(module.StreamingEngine)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
 def patch(engine):
     from memascend import _C
 
@@ -43,20 +25,15 @@ def patch(engine):
             faults.add("any", delay_us=300_000_000)
 
     engine.keep = kept
-
-sys.meta_path.insert(0, Finder())
 """
 
 
 @pytest.mark.slow
 def test_stop_ends_a_run_whose_drive_hangs_and_resume_continues(tmp_path):
     text, run = text_folder(tmp_path), tmp_path / "run"
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
-    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
     started = subprocess.Popen(
         command(run, *OPTIONS, "--data", str(text)),
-        env=environment() | {"PYTHONPATH": paths},
+        env=patched_environment(tmp_path, HANGS),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

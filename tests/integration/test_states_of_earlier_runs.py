@@ -12,7 +12,7 @@ from memascend.engine.state_store import kept_facts
 from memascend.training import launch, systems
 from memascend.training.folder import RunFolder
 from memascend.training.info import info
-from tests.train_runs import command, environment, losses, text_folder, train
+from tests.train_runs import command, environment, losses, patched_environment, text_folder, train
 
 STEPS = 8
 OPTIONS = ["--model", "llama3.2-1b", "--twin", "32", "--context", "32", "--files", "*.py", "--system", "lohan"]
@@ -103,39 +103,21 @@ def test_resume_to_fewer_steps_than_were_kept_changes_nothing(copy):
 
 # In the worker, the first step finds the disk full.
 FULL = """
-import errno, importlib.abc, importlib.util, sys
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "memascend.engine.runtime":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)
-            module.StreamingEngine.finish_step = full
-
-        spec.loader.exec_module = exec_module
-        return spec
+import errno
 
 def full(self, **_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-sys.meta_path.insert(0, Finder())
+def patch(engine):
+    engine.finish_step = full
 """
 
 
 @pytest.mark.slow
 def test_corrected_command_is_accepted_after_a_first_step_that_failed(killed, tmp_path):
     run, options = tmp_path / "run", [*OPTIONS, "--data", str(killed.parent / "text"), "--steps", "1"]
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(FULL)
-    paths = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    failed = subprocess.run(
-        command(run, *options), env=environment() | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False
-    )
+    surroundings = patched_environment(tmp_path, FULL)
+    failed = subprocess.run(command(run, *options), env=surroundings, capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert "No space left on device" in failed.stderr
     assert {path.name for path in run.iterdir()} <= {"logs", "run.lock"}
