@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from memascend.memory.topology import Topology
 
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-_DEFAULT, _INTERLEAVE = 0, 3
+_INTERLEAVE = 3
 _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -30,24 +30,14 @@ def interleave_process(nodes: Iterable[int] | None = None) -> tuple[int, ...]:
     mask = (ctypes.c_ulong * (max(chosen, default=0) // _BITS + 1))()
     for node in chosen:
         mask[node // _BITS] |= 1 << (node % _BITS)
-    _set(_INTERLEAVE, mask, f"interleaving over node {', '.join(map(str, chosen))}")
-    return chosen
-
-
-def default_policy() -> None:
-    """Restore the kernel's default policy: memory from the node of the touching thread."""
-    _set(_DEFAULT, None, "the default policy")
-
-
-def _set(mode: int, mask: ctypes.Array[ctypes.c_ulong] | None, what: str) -> None:
-    """Call set_mempolicy. `what` names the caller in errors, which are those of `interleave_process`."""
+    what = f"interleaving over node {', '.join(map(str, chosen))}"
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"{what}: not supported on {platform.machine()}; start the program with numactl")
     libc = ctypes.CDLL(None, use_errno=True)
-    bits = 0 if mask is None else len(mask) * _BITS + 1  # the kernel ignores the last bit
-    if libc.syscall(ctypes.c_long(number), ctypes.c_int(mode), mask, ctypes.c_ulong(bits)) == 0:
-        return
+    bits = len(mask) * _BITS + 1  # the kernel ignores the last bit
+    if libc.syscall(ctypes.c_long(number), ctypes.c_int(_INTERLEAVE), mask, ctypes.c_ulong(bits)) == 0:
+        return chosen
     code = ctypes.get_errno()
     if code == errno.EINVAL:
         raise ValueError(f"{what}: the kernel refuses; name nodes that have memory and that this process may use")

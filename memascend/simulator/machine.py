@@ -92,7 +92,3 @@ class ResourceModel:
         if isinstance(drive, Drive) and direction in ("read", "write"):
             return Server(work if drive.duplex else name, False), getattr(drive, direction)
         raise ValueError(f"machine {self.name} has no {work!r}; it has {', '.join(self.work_names())}")
-
-    def with_pools(self, size: float = math.inf) -> ResourceModel:
-        """Return the same machine with all pools of another size; by default they never fill."""
-        return dataclasses.replace(self, pools=dict.fromkeys(self.pools, size))

@@ -162,7 +162,7 @@ def test_pipeline_takes_between_roofline_and_roofline_plus_fill_and_drain(stages
                 )
             )
     resources = {f"s{stage}": Fifo() for stage in range(len(stages))} | {"dram": Shared(rate=10.0)}
-    testbed = ResourceModel(name="test", resources=resources, pools={"m": 1.0}).with_pools()
+    testbed = ResourceModel(name="test", resources=resources, pools={"m": math.inf})
     simulated = simulate(tasks, testbed)
     lower = roofline_s(tasks, testbed)
     alone = [max(work, shared / 10.0) for work in stages]
