@@ -102,9 +102,7 @@ def in_bytes(exhibit: str, case: Case, metric: str, nbytes: float, **cells: Any)
         yield of_case(exhibit, case, metric + SCALED, nbytes * case.k**2 / GIB, "GiB", **cells)
 
 
-def reductions(
-    exhibit: str, pairs: Iterable[tuple[Case, Case]], amount: Callable[[Case], float], metric: str = "reduction"
-) -> Iterator[Row]:
+def reductions(exhibit: str, pairs: Iterable[tuple[Case, Case]], amount: Callable[[Case], float]) -> Iterator[Row]:
     """Yield the reduction in percent from the first to the second case of each pair, and the mean over models.
 
     The mean is given per place, and only where all four models of the paper are present.
@@ -121,13 +119,13 @@ def reductions(
             found[before.model].append((percent, before.k))
             keys[before.model].append(source)
             cells = {"series": MEMASCEND, "model": before.model, "testbed": before.testbed}
-            yield row(exhibit, metric, percent, "%", before.lane, source, **cells)
+            yield row(exhibit, "reduction", percent, "%", before.lane, source, **cells)
         if all(model in found for model in tidy.DENSE):
             best = [[p for p, k in found[m] if k == min(k for _, k in found[m])] for m in tidy.DENSE]
             source = f"mean of {_FORMULA}" if modelled else " ".join(key for m in tidy.DENSE for key in keys[m])
             mean = sum(median(each) for each in best) / len(best)
             cells = {"series": MEMASCEND, "model": FOUR, "testbed": place}
-            yield row(exhibit, f"average {metric}", mean, "%", before.lane, source, **cells)
+            yield row(exhibit, "average reduction", mean, "%", before.lane, source, **cells)
 
 
 def largest_under(

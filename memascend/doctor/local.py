@@ -12,12 +12,12 @@ from memascend.planner.machine import MachineSpec
 from memascend.planner.node_memory import described_nodes
 
 
-def local_machine(nvme: Path | None = None, topology: Topology | None = None) -> MachineSpec:
+def local_machine(nvme: Path | None = None) -> MachineSpec:
     """Return the specification of this machine.
 
     With the folder `nvme`, its SSD is measured for a few seconds (up to 1 GiB, deleted at once). If there are several
-    memory nodes, they are those of `topology` (default: the kernel's), with the firmware's rates. Without a GPU, the
-    GPU's rates are None, and no times can be predicted. Raises a one-line ValueError if the folder is not writable.
+    memory nodes, they are described with the firmware's rates. Without a GPU, the GPU's rates are None, and no times can
+    be predicted. Raises a one-line ValueError if the folder is not writable.
     """
     found = probe.gpus()
     sources = {"memory_bytes_per_s": "torch's sum of 256 MiB, best of three"}
@@ -35,7 +35,7 @@ def local_machine(nvme: Path | None = None, topology: Topology | None = None) ->
     first = found[0] if found else None
     if first is not None:
         sources |= {"gpu_flops_per_s": f"data sheet of {first.name}", "pcie_bytes_per_s": "nvidia-smi"}
-    nodes = described_nodes(topology or Topology.read())
+    nodes = described_nodes(Topology.read())
     return MachineSpec(
         name="local",
         gpus=len(found) or 1,

@@ -32,15 +32,14 @@ class NodeSpeed:
     adamw_bytes_per_s: float
 
 
-def measure_nodes(topology: Topology | None = None, *, bytes_at_most: int = CHASED_BYTES) -> list[NodeSpeed]:
+def measure_nodes(*, bytes_at_most: int = CHASED_BYTES) -> list[NodeSpeed]:
     """Measure every usable node with at least 16 MiB available; return an empty list if our extension is missing."""
     try:
         from memascend import _C  # noqa: F401  another check reports it if it is missing
     except ImportError:
         return []
-    topology = topology or Topology.read()
     found = []
-    for capacity in capacities_of(topology):
+    for capacity in capacities_of(Topology.read()):
         size = min(bytes_at_most, capacity.nbytes // 4) // MIB * MIB
         if size >= 4 * MIB:
             found.append(_measure(capacity.node, size))

@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -290,16 +290,16 @@ def _device_number(path: str) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    return _read_or(path, "").splitlines()
+    return _text(path).splitlines()
 
 
 def _read(path: Path) -> str:
-    return _read_or(path, "").strip()
+    return _text(path).strip()
 
 
-def _read_or(path: Path, default: str, reader: Callable[[Path], str] = Path.read_text) -> str:
-    """Return what `reader` reads from the file, or `default` on an OSError."""
+def _text(path: Path) -> str:
+    """Return the text of the file, or an empty one on an OSError."""
     try:
-        return reader(path)
+        return path.read_text()
     except OSError:
-        return default
+        return ""

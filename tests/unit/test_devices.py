@@ -115,15 +115,15 @@ def test_the_root_file_systems_device_is_refused():
 
 def fake_device(monkeypatch, tmp_path, loop, **files):
     """Change some of the kernel's answers about the loop device."""
-    real = devices._read_or
+    real = devices._text
 
-    def read(path, default, *rest):
+    def read(path):
         for name, text in files.items():
             if str(path).endswith(name):
                 return text
-        return real(path, default, *rest)
+        return real(path)
 
-    monkeypatch.setattr(devices, "_read_or", read)
+    monkeypatch.setattr(devices, "_text", read)
 
 
 def test_swap_raid_and_read_only_devices_are_recognised(loop, monkeypatch, tmp_path):
