@@ -167,20 +167,3 @@ def projection(model: Transformer, batch: int, rates: Rates, parallel: Paralleli
         activation_bytes=activation_bytes(model, batch, parallel),
         step_s=3 * forward_s(model, batch, rates, parallel),
     )
-
-
-def largest_micro_batch(
-    model: Transformer,
-    gpu_bytes: float,
-    parallel: Parallelism | None = None,
-    *,
-    resident_blocks: int = 2,
-    state_bytes: float = 0.0,
-) -> int:
-    """Return how many sequences fit one GPU if the activations of all but `resident_blocks` blocks are on SSDs.
-
-    `gpu_bytes` must hold those activations and `state_bytes` of weights and states. 0 if not even one sequence fits.
-    These are the diamonds of Fig. 5.
-    """
-    parallel = parallel or Parallelism()
-    return max(0, int((gpu_bytes - state_bytes) // (resident_blocks * block_bytes(model, 1, parallel.tensor))))

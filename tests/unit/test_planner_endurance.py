@@ -12,8 +12,6 @@ from memascend.planner.endurance import (
     Rates,
     Transformer,
     activation_bytes,
-    block_bytes,
-    largest_micro_batch,
     projection,
 )
 
@@ -77,13 +75,6 @@ def test_gather_longer_than_a_block_lowers_the_bandwidth():
     free, limited = (projection(model, 1, Rates(flops_per_s=1e15), Parallelism(gathers=g)) for g in (False, True))
     assert limited.write_bytes_per_s < free.write_bytes_per_s
     assert limited.activation_bytes == free.activation_bytes
-
-
-def test_largest_micro_batch_fits_and_the_next_does_not():
-    model = Transformer(layers=96, hidden=12288, heads=96, context=2048, vocab=51200)
-    size = largest_micro_batch(model, 80e9, state_bytes=20e9)
-    assert 2 * block_bytes(model, size) <= 60e9 < 2 * block_bytes(model, size + 1)
-    assert largest_micro_batch(model, 80e9, state_bytes=90e9) == 0
 
 
 @pytest.mark.parametrize(
