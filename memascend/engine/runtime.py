@@ -338,11 +338,16 @@ class StreamingEngine(Accumulation):
         self._require_no_function("save()")
         self.require_open()
         self.require_completed_step()
-        if self._save is not None and not (self._save.done() and self._save.was_looked_at):
-            self._save.wait()
+        self.wait_for_save()
         extracts = Extracts(self.layout, targets).by_key
         self._save = BackgroundSave(what, self.state_store, extracts, self.buffers.need_saved(), end, give_up)
         return self._save
+
+    @whole
+    def wait_for_save(self) -> None:
+        """Wait for a save in progress. Raises the error of the last save, if it has one that was not raised before."""
+        if self._save is not None and not (self._save.done() and self._save.was_looked_at):
+            self._save.wait()
 
     def raise_unseen_failure_of_save(self) -> None:
         """Raise the error of the last save, if it has one that was not raised before."""

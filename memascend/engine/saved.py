@@ -41,6 +41,7 @@ def begin_save(
     result of the save is its path. With `facts` (JSON) the states are saved too, without them only the model. Raises
     ValueError if the folder cannot be used or the disk is full."""
     target = Path(os.path.abspath(folder))
+    engine.wait_for_save()  # it may be building the same folder, which would look like the rest of a killed save
     partial = _require_new(target)
     files: list[TensorPartsWriter] = []
 

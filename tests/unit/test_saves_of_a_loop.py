@@ -198,6 +198,24 @@ def test_save_refuses_nonempty_folder_but_replaces_remains_of_killed_save(tmp_pa
     session.close()
 
 
+def test_second_save_into_a_folder_leaves_the_running_one_whole(tmp_path, monkeypatch):
+    go_on, following = threading.Event(), Snapshot.next
+
+    def patient(self, in_progress=None):
+        go_on.wait(60)
+        return following(self, in_progress)
+
+    monkeypatch.setattr(Snapshot, "next", patient)
+    session, _ = begin(model(), tmp_path / "run")
+    with session:
+        save = session.save(tmp_path / "save")
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.raises(ValueError, match="save exists and is not an empty folder: name a new one"):
+            session.save(tmp_path / "save")
+        assert save.wait() == tmp_path / "save"
+        session.load(tmp_path / "save")
+
+
 def test_full_disk_fails_the_save_but_not_the_training(tmp_path, monkeypatch):
     ours, theirs = model(), model()
     (session, optimizer), (other, another) = begin(ours, tmp_path / "ours"), begin(theirs, tmp_path / "theirs")
