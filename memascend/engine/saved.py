@@ -158,6 +158,8 @@ def saved_facts(engine: StreamingEngine, folder: str | os.PathLike[str]) -> dict
         )
     if other := sorted(steps.keys() ^ own["steps"].keys()):
         raise ValueError(f"{folder} holds the states of another model: {other[0]} is only in one of the two")
+    if missing := [name for name in (STATES, MODEL) if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} is incomplete, {missing[0]} is missing: name another save")
     with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
         sizes = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
         for name, state in itertools.product(engine.layout.order, _state_names(engine)):

@@ -224,6 +224,7 @@ class TensorFileReader:
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
         header, self._start = _header_of(path, self._file)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._header: dict[str, dict[str, Any]] = header
@@ -258,11 +259,14 @@ class TensorFileReader:
         return self._header[name]
 
     def require(self, name: str, dtype: torch.dtype, numel: int) -> None:
-        """Raise ValueError unless there is a tensor called `name` with this dtype and number of elements."""
+        """Raise ValueError unless the file has all of a tensor called `name` with this dtype and number of elements."""
         entry, code = self._entry(name), _CODES.get(dtype, str(dtype))
         if entry["dtype"] != code or torch.Size(entry["shape"]).numel() != numel:
             got = f"{code} of {numel} elements"
             raise ValueError(f"{self._path}: {name} is {entry['dtype']} of {entry['shape']}, expected {got}")
+        begin, end = (self._start + offset for offset in entry["data_offsets"])
+        if end > self._size:
+            raise ValueError(f"{self._path} ends inside {name}: {max(0, self._size - begin)} of {end - begin} bytes")
 
     def read_into(self, name: str, tensor: torch.Tensor) -> None:
         """Fill `tensor` (contiguous, same dtype and number of elements) with the tensor called `name`."""

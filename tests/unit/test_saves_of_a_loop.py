@@ -198,6 +198,28 @@ def test_save_refuses_nonempty_folder_but_replaces_remains_of_killed_save(tmp_pa
     session.close()
 
 
+@pytest.mark.parametrize("versions", [1, 2])
+@pytest.mark.parametrize("name", ["states.safetensors", "model.safetensors"])
+def test_load_of_damaged_save_is_refused_and_changes_nothing(tmp_path, name, versions):
+    ours, data = Normed(), torch.randn(2, 4, 16)
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(versions=versions))
+    loop(ours, optimizer, data[:1])
+    session.save(tmp_path / "save", background=False)
+    loop(ours, optimizer, data[1:])
+    before = {key: values.clone() for key, values in ours.state_dict().items()}
+    optimizer.param_groups[0]["lr"] = 0.5
+    os.truncate(tmp_path / "save" / name, (tmp_path / "save" / name).stat().st_size - 1)
+    with pytest.raises(ValueError, match="ends inside"):
+        session.load(tmp_path / "save")
+    (tmp_path / "save" / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing"):
+        session.load(tmp_path / "save")
+    assert session.steps == 2
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert all(torch.equal(values, before[key]) for key, values in ours.state_dict().items())
+    session.close()
+
+
 def test_second_save_into_a_folder_leaves_the_running_one_whole(tmp_path, monkeypatch):
     go_on, following = threading.Event(), Snapshot.next
 
