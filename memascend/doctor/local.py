@@ -16,8 +16,8 @@ def local_machine(nvme: Path | None = None) -> MachineSpec:
     """Return the specification of this machine.
 
     With the folder `nvme`, its SSD is measured for a few seconds (up to 1 GiB, deleted at once). If there are several
-    memory nodes, they are described with the firmware's rates. Without a GPU, the GPU's rates are None, and no times can
-    be predicted. Raises a one-line ValueError if the folder is not writable.
+    memory nodes, they are described with the firmware's rates. Without a GPU, the GPU's rates are None, and no times
+    can be predicted. Raises a one-line ValueError if the folder is not writable.
     """
     found = probe.gpus()
     sources = {"memory_bytes_per_s": "torch's sum of 256 MiB, best of three"}
