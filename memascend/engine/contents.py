@@ -57,7 +57,7 @@ class TierContents:
         return found
 
     def write_states(self, states_of: StatesOf, written: Callable[[], None]) -> None:
-        """Replace states on the tier; weights follow their masters.
+        """Replace states on the tier; weights are those given as "weights", or else follow their masters.
 
         `states_of(name)` returns some of a parameter's states, flat, in the form of `read_states`, or None to leave
         them as they are. It is called in the order of the tier, one parameter after the other, and its result is
@@ -80,8 +80,9 @@ class TierContents:
                     for values, key in self._values(run, places, slot, slots):
                         if key in states:
                             values.copy_(states[key].reshape(-1)[_in_parameter(run, key)])
-                    if "master" in states and not self._layout.own_masters:
-                        run.of(slot).copy_(states["master"].reshape(-1)[_in_parameter(run, "master")].to(slot.dtype))
+                    weights = states.get("weights", states.get("master"))
+                    if weights is not None and not self._layout.own_masters:
+                        run.of(slot).copy_(weights.reshape(-1)[_in_parameter(run, "master")].to(slot.dtype))
                     changed = True
                 if slots is not None:
                     self._state_stream.write(piece.key).wait()

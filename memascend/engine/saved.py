@@ -26,6 +26,7 @@ from memascend.engine.layout import numel_of_state
 from memascend.engine.runtime import StreamingEngine
 from memascend.engine.saving import WEIGHTS, BackgroundSave, Target
 from memascend.storage.atomic_write import sync
+from memascend.storage.errors import StorageError
 from memascend.storage.tensor_file import TensorFileReader, TensorLayout
 from memascend.storage.tensor_parts import TensorPartsWriter
 
@@ -41,6 +42,9 @@ def begin_save(
     result of the save is its path. With `facts` (JSON) the states are saved too, without them only the model. Raises
     ValueError if the folder cannot be used or the disk is full."""
     target = Path(os.path.abspath(folder))
+    own = engine.state_store.folder
+    if Path(os.path.realpath(own)) in Path(os.path.realpath(target)).parents:
+        raise ValueError(f"{target} is inside {own}, the folder of the states: name a folder outside of it")
     engine.wait_for_save()  # it may be building the same folder, which would look like the rest of a killed save
     partial = _require_new(target)
     files: list[TensorPartsWriter] = []
@@ -61,11 +65,9 @@ def begin_save(
         for file in files:
             file.abandon()
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return ValueError(
-                f"cannot save {target}: {error.strerror}; free space, or name a folder on another drive. Training "
-                "itself is not harmed"
-            )
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            advice = "free space, or name a folder on another drive" if error.errno in _FULL else "name another folder"
+            return ValueError(f"cannot save {target}: {error.strerror}; {advice}. Training itself is not harmed")
         return error
 
     try:
@@ -173,10 +175,14 @@ def put_back(engine: StreamingEngine, folder: str | os.PathLike[str], steps: Map
     """Replace the trained weights, their states and the buffers by those of a save that `saved_facts` has checked;
     `StreamingEngine.keep` completes it."""
     names, folder = _state_names(engine), Path(folder)
+    coarser = engine.layout.dtype_of("master") != torch.float32  # weights in fp16 cannot be restored from bf16
     with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
 
         def states_of(name: str) -> dict[str, torch.Tensor]:
-            return {state: reader.read(f"{name}.{state}") for state in names}
+            states = {state: reader.read(f"{name}.{state}") for state in names}
+            if coarser and not steps[name]:  # its weights are still the initial ones, not those of its masters
+                states[WEIGHTS] = model.read(name)
+            return states
 
         engine.write_states(states_of, steps)
         for name, buffer in _buffers(engine):

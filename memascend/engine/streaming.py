@@ -284,6 +284,9 @@ class streaming:
     def save(self, folder: str | os.PathLike[str], *, states: bool = True, background: bool = True) -> BackgroundSave:
         """Save the model as it is after the last completed step, while training continues.
 
+        Buffers are saved as they are now, so a forward pass since that step may have changed them (the averages of
+        batch norm in training mode): call it right after `optimizer.step()`.
+
         The folder is new or empty, and appears only when all of the save is on the disk: `model.safetensors` with the
         parameters (a tied one once) and persistent buffers by their names, as `safetensors.torch.load_model` and
         `from_pretrained` read them; and for `load`, `states.safetensors` and `states.json`. It takes one buffer of
@@ -301,8 +304,9 @@ class streaming:
             raised it.
 
         Raises:
-            ValueError: the folder exists and is not empty, the disk is full, or a buffer has a dtype that safetensors
-                files cannot hold (complex128); the log says so when the optimizer is created.
+            ValueError: the folder exists and is not empty, cannot be created, or is inside the session's own folder;
+                the disk is full; or a buffer has a dtype that safetensors files cannot hold (complex128), which the
+                log says when the optimizer is created.
             RuntimeError: there is no optimizer yet, or a step is in progress: call `optimizer.step()` first.
 
         Example:

@@ -100,6 +100,30 @@ def test_training_resumed_from_save_repeats_losses_bit_for_bit(tmp_path, dtype, 
     other.close()
 
 
+def test_load_restores_fp16_weights_that_bf16_masters_cannot_hold(tmp_path):
+    ours = model(dtype=torch.float16)
+    session, optimizer = begin(ours, tmp_path / "run", options=EngineOptions(states=torch.bfloat16))
+    initial = {name: values.clone() for name, values in session.engine.read_weights()}
+    session.save(tmp_path / "save", background=False)
+    loop(ours, optimizer, batches(1))
+    session.load(tmp_path / "save")
+    assert session.steps == 0
+    assert all(torch.equal(values, initial[name]) for name, values in session.engine.read_weights())
+    session.close()
+
+
+def test_save_to_an_impossible_place_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with begin(model(), tmp_path / "run")[0] as session:
+        for place, words in (
+            (tmp_path / ("x" * 300), "File name too long; name another folder. Training itself is not harmed"),
+            (tmp_path / "file" / "save", "Not a directory; name another folder"),
+            (tmp_path / "run" / "save", "the folder of the states: name a folder outside of it"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                session.save(place)
+
+
 def test_save_without_states_loads_as_plain_safetensors_file(tmp_path):
     ours = model(tied=True)
     session, optimizer = begin(ours, tmp_path / "run")
