@@ -74,7 +74,10 @@ def open_state_store(
     try:
         kept = store.completed()
         if kept is None:
-            raise NotThisModel(f"{folder} holds no completed step: remove it and start again")
+            raise NotThisModel(
+                f"{folder} holds no completed step, since the start of the training was interrupted: remove it, and "
+                "start again without resume"
+            )
         collect_tensor_files(folder)
     except BaseException:
         store.close()
