@@ -1,8 +1,10 @@
 """Freed memory that stays in the process is returned to the kernel when the process has grown."""
 
 import ctypes
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,30 @@ def test_memory_freed_between_small_tensors_is_returned():
     grown, left = map(int, done.stdout.split())
     assert grown > 100 * MIB
     assert left < 20 * MIB
+
+
+def has_huge_pages():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    version = tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[-1].split("."))) if has_malloc_trim() else (0, 0)
+    return version >= (2, 35) and setting.exists() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not has_huge_pages(), reason="needs glibc 2.35 and transparent huge pages")
+def test_large_tensors_of_a_rank_are_in_huge_pages():
+    program = """
+import torch
+tensor = torch.ones(64 << 18)
+rows = open("/proc/self/smaps_rollup").read().splitlines()
+print(next(row.split()[1] for row in rows if row.startswith("AnonHugePages")))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**MALLOC, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) << 10 > 16 * MIB  # 0 without the setting; memory may be fragmented
 
 
 def test_heap_is_trimmed_after_first_step_and_after_growth():
