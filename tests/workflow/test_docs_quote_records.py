@@ -289,7 +289,7 @@ LOHAN_ARMS = {
 }
 
 
-def test_reference_quotes_phase_times_and_where_lohan_is_slower():
+def test_reference_quotes_phase_times_in_which_lohan_is_never_slower():
     text = (REFERENCE / "README.md").read_text()
     rows = {arm: [f"| {name} "] for arm, name in DEEPSPEED_ARMS.items()}
     rows |= {("lohan", arm): [f"| {name} "] for arm, name in LOHAN_ARMS.items()}
@@ -306,11 +306,8 @@ def test_reference_quotes_phase_times_and_where_lohan_is_slower():
                 slower |= {(model, ours, phase) for phase, mine, its in pairs if mine > its}
     for row in rows.values():
         assert "".join(row) + "|" in text
-    assert slower == {("qwen2.5-14b", "as_published", "forward")}
-    assert (
-        "`optimized` is slower in no phase than any of DeepSpeed's arms, nor is `as_published` with the 7B and the 1B"
-        in text
-    )
+    assert slower == set()
+    assert "`optimized` and `as_published` are slower in no phase than any of DeepSpeed's arms." in text
 
 
 def of_points(record):
