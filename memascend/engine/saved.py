@@ -67,7 +67,9 @@ def begin_save(
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             advice = "free space, or name a folder on another drive" if error.errno in _FULL else "name another folder"
-            return ValueError(f"cannot save {target}: {error.strerror}; {advice}. Training itself is not harmed")
+            return ValueError(
+                f"cannot save {target}: {error.strerror or error}; {advice}. Training itself is not harmed"
+            )
         return error
 
     try:
@@ -175,7 +177,8 @@ def put_back(engine: StreamingEngine, folder: str | os.PathLike[str], steps: Map
     """Replace the trained weights, their states and the buffers by those of a save that `saved_facts` has checked;
     `StreamingEngine.keep` completes it."""
     names, folder = _state_names(engine), Path(folder)
-    coarser = engine.layout.dtype_of("master") != torch.float32  # weights in fp16 cannot be restored from bf16
+    layout = engine.layout
+    coarser = not layout.own_masters and layout.dtype_of("master") != torch.float32  # bf16 masters of fp16 weights
     with TensorFileReader(folder / STATES) as reader, TensorFileReader(folder / MODEL) as model:
 
         def states_of(name: str) -> dict[str, torch.Tensor]:

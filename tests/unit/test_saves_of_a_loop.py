@@ -63,6 +63,18 @@ ODD_BUFFERS = {
 }
 
 
+def held_back(monkeypatch):
+    """Return the event for which saves wait before they copy a tensor."""
+    go_on, following = threading.Event(), Snapshot.next
+
+    def patient(self, in_progress=None):
+        go_on.wait(60)
+        return following(self, in_progress)
+
+    monkeypatch.setattr(Snapshot, "next", patient)
+    return go_on
+
+
 def full_in_a_save(monkeypatch):
     write = TensorPartsWriter._write_at
 
@@ -245,13 +257,7 @@ def test_load_of_damaged_save_is_refused_and_changes_nothing(tmp_path, name, ver
 
 
 def test_second_save_into_a_folder_leaves_the_running_one_whole(tmp_path, monkeypatch):
-    go_on, following = threading.Event(), Snapshot.next
-
-    def patient(self, in_progress=None):
-        go_on.wait(60)
-        return following(self, in_progress)
-
-    monkeypatch.setattr(Snapshot, "next", patient)
+    go_on = held_back(monkeypatch)
     session, _ = begin(model(), tmp_path / "run")
     with session:
         save = session.save(tmp_path / "save")
@@ -307,13 +313,7 @@ def test_save_between_backward_and_step_is_refused_and_leaves_nothing(tmp_path):
 
 
 def test_leaving_the_context_waits_for_a_running_save(tmp_path, monkeypatch):
-    go_on, following = threading.Event(), Snapshot.next
-
-    def patient(self, in_progress=None):
-        go_on.wait(60)
-        return following(self, in_progress)
-
-    monkeypatch.setattr(Snapshot, "next", patient)
+    go_on = held_back(monkeypatch)
     session, _ = begin(model(), tmp_path / "run")
     with session:
         save = session.save(tmp_path / "save")

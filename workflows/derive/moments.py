@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from workflows.panels import style
 
-_COLOURS = {"fp32": "black", "bf16": "blue", "int8": "vermilion"}
+_COLOURS = {"fp32": style.INK, "bf16": style.PALETTE["blue"], "int8": style.PALETTE["vermilion"]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def _curves(record: dict[str, Any]) -> dict[str, dict[int, np.ndarray]]:
 def _draw_band(axis: Axes, record: dict[str, Any], states: str, by_seed: dict[int, np.ndarray], label: str) -> None:
     """Draw the mean over seeds as a line, in the band between the lowest and the highest seed."""
     steps, values = record["points"][0]["evaluated_after"], np.array(list(by_seed.values()))
-    colour = style.INK if states == "fp32" else style.PALETTE[_COLOURS[states]]
+    colour = _COLOURS[states]
     axis.plot(steps, values.mean(axis=0), color=colour, label=label, linewidth=1.4)
     axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
 
