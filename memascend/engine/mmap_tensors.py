@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from memascend.storage.scratch import allocate_space
+
 _ALIGNMENT = 64
 _PREFIX = "state-dict-"
 
@@ -32,7 +34,7 @@ class TensorFile:
         there = next(each for each in (folder, *folder.parents) if each.is_dir())  # it may have been removed meanwhile
         try:
             with tempfile.TemporaryFile(dir=there, prefix=_PREFIX) as file:  # unnamed: a kill leaves nothing behind
-                os.posix_fallocate(file.fileno(), 0, size)
+                allocate_space(file.fileno(), size)
                 self._bytes = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise OSError(

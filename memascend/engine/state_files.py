@@ -15,6 +15,7 @@ from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.errors import StorageError
 from memascend.storage.freed_space import free_bytes, unlink
 from memascend.storage.native import _C
+from memascend.storage.scratch import allocate_space
 from memascend.storage.shared_memory import control_file_bytes
 
 FILE = "states"  # in the store's folder
@@ -92,7 +93,7 @@ def allocate(path: Path, size: int, versions: int, released: int = 0) -> None:
 def take_space(file: BinaryIO, path: Path, size: int) -> None:
     """Allocate the first `size` bytes of an open file; its contents stay. Raises StorageError."""
     try:
-        os.posix_fallocate(file.fileno(), 0, size)
+        allocate_space(file.fileno(), size)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise StorageError("allocation", str(path), 0, size, 0, error.errno, error.strerror or "") from error

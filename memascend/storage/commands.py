@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memascend.storage import devices as checks
+from memascend.storage.scratch import allocate_space
 from memascend.storage.shared_memory import CONTROL_FOLDER
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -170,7 +171,7 @@ def preallocate(path: str, size_bytes: int, written: bool = True) -> None:
     """
     with open(path, "xb", buffering=0) as file:
         try:
-            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            allocate_space(file.fileno(), size_bytes)
             zeros = memoryview(bytes(1 << 22))
             for at in range(0, size_bytes if written else 0, len(zeros)):
                 left = zeros[: size_bytes - at]
