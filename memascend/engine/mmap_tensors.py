@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from memascend.storage.scratch import allocate_space
+from memascend.storage.freed_space import allocate_space
 
 _ALIGNMENT = 64
 _PREFIX = "state-dict-"

@@ -13,9 +13,8 @@ from typing import BinaryIO
 from memascend.engine.mmap_tensors import collect_tensor_files
 from memascend.storage.direct_engine import DirectEngineConfig
 from memascend.storage.errors import StorageError
-from memascend.storage.freed_space import free_bytes, unlink
+from memascend.storage.freed_space import allocate_space, free_bytes, unlink
 from memascend.storage.native import _C
-from memascend.storage.scratch import allocate_space
 from memascend.storage.shared_memory import control_file_bytes
 
 FILE = "states"  # in the store's folder

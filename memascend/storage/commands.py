@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memascend.storage import devices as checks
-from memascend.storage.scratch import allocate_space
+from memascend.storage.freed_space import allocate_space
 from memascend.storage.shared_memory import CONTROL_FOLDER
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -1,4 +1,4 @@
-"""Accounting for disk space of removed files that the kernel frees with a delay.
+"""Allocating disk space, and accounting for that of removed files, which the kernel frees with a delay.
 
 A file that an io_uring engine had open keeps its blocks after close and unlink until the kernel has torn down the rings
 in the background. That takes about 50 ms, and more than a second when the cores are busy. On a nearly full disk, the
@@ -7,18 +7,31 @@ next file would find no space meanwhile.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
 
-__all__ = ["free_bytes", "unlink"]
+__all__ = ["allocate_space", "free_bytes", "unlink"]
 
 _MOST_S = 5.0
 _TICK_S = 0.01
 _lock = threading.Lock()
 _removed: list[tuple[tuple[int, int], int, float]] = []  # (file system, bytes, time) in the last `_MOST_S`
+
+
+def allocate_space(fd: int, size_bytes: int) -> None:
+    """Allocate the first `size_bytes` of an open file; its contents stay. Raises OSError (ENOSPC) if they do not fit.
+
+    Without the look at the free space, file systems such as ext4 would allocate all of it before they fail, and other
+    programs' writes would fail meanwhile.
+    """
+    volume = os.fstatvfs(fd)
+    if size_bytes - os.fstat(fd).st_blocks * 512 > volume.f_bavail * volume.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.posix_fallocate(fd, 0, size_bytes)
 
 
 def unlink(path: Path) -> None:

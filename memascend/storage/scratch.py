@@ -170,18 +170,6 @@ def require_space(path: str, more_bytes: int) -> None:
         raise StorageError("allocation", path, 0, more_bytes, free, errno.ENOSPC, reason)
 
 
-def allocate_space(fd: int, size_bytes: int) -> None:
-    """Allocate the first `size_bytes` of an open file; its contents stay. Raises OSError (ENOSPC) if they do not fit.
-
-    Without the look at the free space, file systems such as ext4 would allocate all of it before they fail, and other
-    programs' writes would fail meanwhile.
-    """
-    volume = os.fstatvfs(fd)
-    if size_bytes - os.fstat(fd).st_blocks * 512 > volume.f_bavail * volume.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.posix_fallocate(fd, 0, size_bytes)
-
-
 @dataclass(frozen=True)
 class RemovedScratch:
     """A scratch file that was removed: its `bytes` on disk, and its owner according to its superblock.
