@@ -22,7 +22,17 @@ class NoSchedule(ValueError):
 
 
 class System(Protocol):
-    """Interface of a system; `memascend.baselines.protocol` holds the code that systems on DeepSpeed share."""
+    """Interface of a system; `memascend.baselines.protocol` holds the code that systems on DeepSpeed share.
+
+    Members that a system may also have, and what they mean to the code that looks for them:
+
+    - `stored_in(versions, work)`: a system like this one with that choice of `--state-versions`. Its states outlive the
+      run, so that `--state-versions` and `--checkpoints weights` or `none` are accepted.
+    - `states_folder(config)`: the folder of these states.
+    - `accumulates_vertically`: present if `--accumulation vertical` is accepted.
+    - `deepspeed_config(spec, sizes, swap)`: the DeepSpeed configuration of a timed run of the harness.
+    - `planned_config(work, nvme_path)`: the same for a planned run (`plan --write-config`).
+    """
 
     name: str
     label: str
@@ -53,9 +63,7 @@ class System(Protocol):
     def trainer(self, config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Any:
         """Return a `memascend.training.backends.Setup`, the backend with its settings that runs the real training.
 
-        `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files.
-        A system on DeepSpeed also has `planned_config(work, nvme_path)`, which returns the JSON of a planned run.
-        """
+        `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files."""
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from workflows.configuration import score
 from workflows.refusals import fail
 from workflows.run import no_result
 from workflows.run.children import scratch_folder
-from workflows.run.provenance import HOST
+from workflows.run.provenance import EXHIBITS, HOST
 
 if TYPE_CHECKING:
     from workflows.configuration import Configuration
@@ -213,7 +213,7 @@ def start_servers(known: Configuration) -> None:
         with (logs / f"{module}.log").open("w") as output:
             subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         os.environ[variable] = str(place / "socket")
-    os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs
+    os.environ[EXHIBITS] = known.exhibits_of_runs
 
 
 def leave_servers(known: Configuration) -> None:
@@ -221,7 +221,7 @@ def leave_servers(known: Configuration) -> None:
     name_host(known)
     for variable in SERVERS:
         os.environ.pop(variable, None)
-    os.environ["MEMASCEND_EXHIBITS"] = known.exhibits_of_runs
+    os.environ[EXHIBITS] = known.exhibits_of_runs
 
 
 def name_host(known: Configuration) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from memascend.storage.commands import preallocate
 
-TARGETS = ("auto", "file", "loop")
-
 
 @contextlib.contextmanager
 def target(folder: Path, kind: str, size: int, written: bool = True) -> Iterator[str]:

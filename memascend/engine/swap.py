@@ -105,13 +105,14 @@ def decide(step: Iteration, rates: Rates, rule: str) -> Decision:
         more = most if rule == "all" else min(most, float(rule))
     swapped = step.between_blocks + more
     terms = backward_terms(step, rates, swapped)
+    slowest = max(terms, key=lambda name: terms[name])
     return Decision(
         rule=rule,
         more_bytes=more,
         offered_bytes=most,
         seconds=iteration_s(step, rates, swapped),
         seconds_without=iteration_s(step, rates, step.between_blocks),
-        bound={"GPU": "compute"}.get(name := max(terms, key=lambda each: terms[each]), name),
+        bound="compute" if slowest == "GPU" else slowest,
         first_minimum_bytes=algorithm_1(step, rates) - step.between_blocks,
         convex=is_convex(step, rates),
     )

@@ -27,7 +27,6 @@ from memascend.engine.device import GradientCopies
 from memascend.engine.errors import NotStreamable
 from memascend.engine.job_thread import JobThread
 from memascend.engine.layout import SUM_ELEMENTS, Layout, Part, Piece, Run, Unit, padded
-from memascend.engine.options import ARMS
 from memascend.engine.pieces import Gradients, PieceState, StepPieces
 from memascend.engine.square_sums import SquareSums
 from memascend.engine.unit_weights import UnitWeights
@@ -60,12 +59,10 @@ class Updates:
         gradients: Callable[[], WeightStream],
         settings: Callable[[str], AdamSettings],
         *,
-        arm: str = "optimized",
-        zero_missing: bool = True,
-        copies: GradientCopies | None = None,
+        arm: str,
+        zero_missing: bool,
+        copies: GradientCopies | None,
     ) -> None:
-        if arm not in ARMS:
-            raise ValueError(f"unknown arm {arm!r} of gradient offloading: use one of {', '.join(ARMS)}")
         self.layout, self.arm = layout, arm
         self._weights, self._states, self._gradients = weights, states, gradients
         self._zero_missing, self._copies = zero_missing, copies
@@ -202,7 +199,7 @@ class Updates:
 
     def end_pass(self, *, wait: bool, last: bool) -> None:
         """Process, at the end of a backward pass, the gradients of pieces that are still incomplete."""
-        if wait or self._zero_missing is False:
+        if wait or not self._zero_missing:  # with zeros, `finish_direct` completes the rest
             for piece in filter(self._has_come, self.layout.pieces):
                 self._complete(piece, wait=wait, last=last)
 

@@ -25,7 +25,6 @@ RATES = {
     "ssd_write_gb_per_s": ("ssd_write_bytes_per_s", GB),
     "memory_gb_per_s": ("memory_bytes_per_s", GB),
 }
-_MEMORY_KEYS = ("memory_gib", "gpu_memory_gib")
 _ZERO_INFINITY = "ZeRO-Infinity (as published)"  # its name in the rows of an exhibit
 
 

@@ -24,7 +24,7 @@ from memascend.training.processes import (
 
 # Exit status of a rank that was stopped before its end and saved what --resume needs: 128 + SIGTERM, the signal that
 # its parent sends.
-STOPPED = exit_status(signal.SIGTERM)
+STOPPED_STATUS = exit_status(signal.SIGTERM)
 
 
 WORKER = "memascend.training.worker"  # module of a rank's process
@@ -58,7 +58,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.asked = 0  # signals so far, without immediate repeats
-        self.status = STOPPED  # exit status of the run if it is stopped; the first signal determines it
+        self.status = STOPPED_STATUS  # exit status of the run if it is stopped; the first signal determines it
         self.children: list[subprocess.Popen[bytes]] = []
         self.saves = True  # whether the ranks write a checkpoint before they stop
         self.trains = True  # whether the children train, rather than prepare
@@ -177,7 +177,7 @@ def ends_of(stopping: Stopping) -> tuple[int, ...]:
 
     It finished, was stopped, or was ended by our signal before it had installed its handler.
     """
-    stopped = (STOPPED, exit_status(signal.SIGINT))  # the latter if the rank itself was interrupted
+    stopped = (STOPPED_STATUS, exit_status(signal.SIGINT))  # the latter if the rank itself was interrupted
     return (0, *stopped, -signal.SIGTERM) if stopping.asked else (0, *stopped)
 
 

@@ -113,7 +113,7 @@ def _fewer_checkpoints(config: TrainConfig, parameters: int, missing: int) -> li
     ways = {}
     if config.keep > 1:
         ways["--keep 1"] = dataclasses.replace(config, keep=1)
-    if config.system == "lohan" and config.checkpoints != "none":
+    if hasattr(systems.load(config.system), "stored_in") and config.checkpoints != "none":
         ways["--checkpoints none"] = dataclasses.replace(config, checkpoints="none")
     whole = _checkpoint_bytes(config)
     return [way for way, less in ways.items() if (whole - _checkpoint_bytes(less)) * parameters >= missing]

@@ -1,6 +1,6 @@
 """``enable`` and ``disable``: all changes to DeepSpeed, found by name and signature, and undone in reverse order.
 
-The hooks, tried on DeepSpeed 0.16.7 to 0.19.8:
+The main hooks; `compat` lists all of them, with their signatures and the versions on which they were tried:
 
 ====================  ==============================================================  =========================
 part                  place                                                           stability

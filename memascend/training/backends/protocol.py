@@ -25,7 +25,8 @@ class KeptStepIsPartial(ValueError):
 class Backend(Protocol):
     """Model, optimizer and states of one rank. All ranks make the same calls in the same order. Not thread-safe.
 
-    Methods raise a one-line ValueError, OSError or MemoryError for what the user can change.
+    Methods raise a one-line ValueError, OSError or MemoryError for what the user can change. A backend that also has
+    `save_meanwhile` (see `StreamingBackend`) writes checkpoints while training continues.
     """
 
     ledger: Ledger  # records every host buffer of the training
