@@ -26,8 +26,8 @@ class System(Protocol):
 
     Members that a system may also have, and what they mean to the code that looks for them:
 
-    - `stored_in(versions, work)`: a system like this one with that choice of `--state-versions`. Its states outlive the
-      run, so that `--state-versions` and `--checkpoints weights` or `none` are accepted.
+    - `stored_in(versions, work)`: bytes on the SSD with that value of `--state-versions`. Present if the states outlive
+      the run; `--state-versions` and `--checkpoints weights` or `none` are accepted then.
     - `states_folder(config)`: the folder of these states.
     - `accumulates_vertically`: present if `--accumulation vertical` is accepted.
     - `deepspeed_config(spec, sizes, swap)`: the DeepSpeed configuration of a timed run of the harness.
@@ -63,7 +63,8 @@ class System(Protocol):
     def trainer(self, config: Any, prepared: dict[str, Any], run_id: str, swap: str) -> Any:
         """Return a `memascend.training.backends.Setup`, the backend with its settings that runs the real training.
 
-        `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files."""
+        `prepared` holds facts of the model (`memascend.training.prepare`), `swap` the folder for swap files.
+        """
 
 
 @functools.cache

@@ -28,8 +28,7 @@ def allocate_space(fd: int, size_bytes: int) -> None:
     Without the look at the free space, file systems such as ext4 would allocate all of it before they fail, and other
     programs' writes would fail meanwhile.
     """
-    volume = os.fstatvfs(fd)
-    if size_bytes - os.fstat(fd).st_blocks * 512 > volume.f_bavail * volume.f_frsize:
+    if size_bytes - os.fstat(fd).st_blocks * 512 > shutil.disk_usage(fd).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.posix_fallocate(fd, 0, size_bytes)
 

@@ -93,7 +93,7 @@ def test_claims_of_non_results_have_no_scored_lane(paper):
         assert not {basis_of(claims[name], lane) for lane in LANES} & {HELD_OUT, TWIN}, name
 
 
-def test_status_page_counts_results_claimed_and_decidable():
+def test_pages_count_claims_and_results_claimed_and_decidable():
     claimed = without = decided = 0
     for paper in LISTED:
         claims, listed = claims_of(paper), entries(paper)
@@ -103,6 +103,8 @@ def test_status_page_counts_results_claimed_and_decidable():
             decided += entry.get("results", 1) if any("not_checkable" not in lane for lane in lanes) else 0
     said = f"Of {claimed + without} distinct results {claimed} have a claim, and {decided} one that a lane can decide"
     assert said in " ".join((registry.ROOT / "docs/status.md").read_text().split())
+    number = sum(len(claims_of(paper)) for paper in LISTED)
+    assert f"{number} claims on {claimed} results" in " ".join((registry.ROOT / "README.md").read_text().split())
 
 
 @pytest.mark.parametrize("paper", LISTED)
